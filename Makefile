@@ -1,0 +1,28 @@
+# Two commands do everything: `make compare` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: compare test venv lint unit clean
+compare: venv
+	$(BIN)/attnscope compare
+
+test: lint unit
+
+lint: venv
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+unit: venv
+	$(BIN)/pytest
+
+venv: $(VENV)/.installed
+# Built anew when what it is built from changed; otherwise this does nothing.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("attnscope needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[torch,report,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist attnscope-out

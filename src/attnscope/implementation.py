@@ -1,0 +1,344 @@
+"""Stage 2: the contract that every way to compute attention fulfils, its sheet, its reasons, and the registry.
+
+Reads a Workload and a Device, writes what ``prepare`` returned. Imports neither torch nor a later stage at import time,
+so that ``attnscope list`` works without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from attnscope.device import Device
+from attnscope.errors import AttnscopeError, UnknownImplementation, UnsupportedWorkload, UsageError
+from attnscope.workload import DIRECTIONS, Workload
+
+if TYPE_CHECKING:
+    from attnscope.inputs import Inputs
+
+FEATURES = (
+    "gqa", "cross", "unequal_head_dims", "causal_top_left", "causal_bottom_right", "window", "softcap", "scale",
+    "alibi", "sinks", "mask", "bias", "lengths", "packed", "dropout",
+)  # fmt: skip
+
+FEATURE_SENTENCES = {
+    "gqa": "grouped-query heads (H != H_kv)",
+    "cross": "a query length that differs from the key length",
+    "unequal_head_dims": "a value head dim that differs from the query's",
+    "causal_top_left": "a causal mask aligned to the top left",
+    "causal_bottom_right": "a causal mask aligned to the bottom right",
+    "window": "a sliding window",
+    "softcap": "a softcap",
+    "scale": "a scale of its own",
+    "alibi": "ALiBi",
+    "sinks": "attention sinks",
+    "mask": "a bool mask",
+    "bias": "an additive bias",
+    "lengths": "key lengths",
+    "packed": "packed sequences",
+    "dropout": "a given dropout mask",
+}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What an implementation claims. Every claim is tested; a sheet that lies fails the suite.
+
+    ``compute`` is the precision of scores and sums by input dtype, where it is not fp32: ``fp64``, ``tf32``, ``bf16``,
+    ``fp16``, ``int8``. ``features`` are words of :data:`FEATURES`. ``kernels`` maps a device kind to regular
+    expressions: each must match a kernel (on a CPU: an op) that really ran, or the row fails as not what it claims to be;
+    ``kernels_absent`` maps it to expressions that must match none.
+    ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
+    """
+
+    dtypes: frozenset[str]
+    features: frozenset[str]
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    directions: frozenset[str] = frozenset(DIRECTIONS)
+    compute: Mapping[str, str] = field(default_factory=dict)
+    layouts: frozenset[str] = frozenset({"bhld", "blhd", "qkv"})
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    min_capability: tuple[int, int] | None = None
+    packages: tuple[str, ...] = ("torch",)
+    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kernels_absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lse: bool = False
+    deterministic: bool = False
+    materialises_scores: bool = False
+    cuda_graph: bool = True
+    approximate: bool = False
+    comparable: bool = True
+    ours: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = self.features - set(FEATURES)
+        if unknown:
+            raise UsageError(
+                f"a sheet's features must be among {', '.join(FEATURES)}, got {', '.join(sorted(unknown))}"
+            )
+
+    def compute_precision(self, dtype: str) -> str:
+        """Precision of scores and sums for inputs of ``dtype``."""
+        return self.compute.get(dtype, "fp64" if dtype == "fp64" else "fp32")
+
+    def reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
+        """Every reason, one sentence each, that follows from the sheet alone."""
+        found = [reason for reason in map(missing_package, self.packages) if reason]
+        if device.kind not in self.devices:
+            found.append(f"runs on {_either(self.devices)}, not on {device.kind}")
+        found += self._capability_reason(device)
+        if direction not in self.directions:
+            found.append(f"has no {direction}")
+        if workload.dtype not in self.dtypes:
+            found.append(f"takes {_either(self.dtypes)}, not {workload.dtype}")
+        if workload.layout not in self.layouts:
+            found.append(f"takes layout {_either(self.layouts)}, not {workload.layout}")
+        found += [
+            f"does not support {FEATURE_SENTENCES[word]}"
+            for word in FEATURES
+            if word in workload.features - self.features
+        ]
+        return found + self._head_dim_reasons(workload)
+
+    def _capability_reason(self, device: Device) -> list[str]:
+        if device.kind != "cuda" or self.min_capability is None or device.capability is None:
+            return []
+        if device.capability >= self.min_capability:
+            return []
+        need, have = (".".join(map(str, c)) for c in (self.min_capability, device.capability))
+        return [f"needs compute capability {need} or newer, {device.name} has {have}"]
+
+    def _head_dim_reasons(self, w: Workload) -> list[str]:
+        found = []
+        for name, size in (("D", w.D), ("D_v", w.D_v)) if w.D != w.D_v else (("D", w.D),):
+            if self.max_head_dim is not None and size > self.max_head_dim:
+                found.append(f"takes {name} up to {self.max_head_dim}, not {size}")
+            if size % self.head_dim_multiple:
+                found.append(f"needs {name} to be a multiple of {self.head_dim_multiple}, not {size}")
+        return found
+
+
+@dataclass
+class Output:
+    """What a forward returns: ``out (B, H, L, D_v)``, ``lse (B, H, L)`` float32 or None, and what backward needs."""
+
+    out: Any
+    lse: Any = None
+    saved: Any = None
+
+
+@dataclass
+class Gradients:
+    """What a backward returns, in the inputs' shapes: dq, dk, dv, and dbias, dsinks where the workload has them."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+    def tensors(self) -> dict[str, Any]:
+        """The gradients that are there, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class Prepared(Protocol):
+    """An implementation made ready for one workload on one device: exactly what is timed."""
+
+    def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
+        """Compute attention; with ``save``, also keep what ``backward`` needs in ``Output.saved``."""
+
+    def backward(self, inputs: Inputs, saved: Any) -> Gradients:
+        """Gradients of ``sum(out * inputs.grad_out)``; may be called several times for one ``saved``."""
+
+
+@runtime_checkable
+class Implementation(Protocol):
+    """One way to compute attention.
+
+    ``reasons_unsupported`` is cheap, never compiles, never raises. ``prepare`` compiles, plans, tunes and allocates;
+    layout conversions and casts belong into what it returns.
+    """
+
+    name: str
+    summary: str
+    sheet: Sheet
+
+    def reasons_unsupported(self, workload: Workload, device: Device, direction: str = "forward") -> list[str]:
+        """Why this workload cannot run on this device in this direction; empty where it can."""
+
+    def prepare(self, workload: Workload, device: Device) -> Prepared:
+        """Make ready. Raises PrepareFailed with the log's last lines."""
+
+
+class SheetImplementation:
+    """Base for most implementations: reasons follow from the sheet; override ``more_reasons`` for the rest."""
+
+    name: str
+    summary: str
+    sheet: Sheet
+
+    def reasons_unsupported(self, workload: Workload, device: Device, direction: str = "forward") -> list[str]:
+        """The sheet's reasons, then this implementation's own."""
+        found = self.sheet.reasons(workload, device, direction)
+        return found + self.more_reasons(workload, device, direction)
+
+    def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
+        """Reasons that no sheet can express; must not raise."""
+        del workload, device, direction
+        return []
+
+
+def missing_package(requirement: str) -> str | None:
+    """A reason where ``name`` or ``name>=version`` is not installed, else None. Never imports the package."""
+    name, _, least = requirement.partition(">=")
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec(name.replace("-", "_")) is not None and not least:
+            return None
+        return f"package {name} is not installed (pip install {name})"
+    if least and _version_key(version) < _version_key(least):
+        return f"needs {name} {least} or newer, {version} is installed"
+    return None
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    release = re.match(r"[0-9.]+", version)
+    return tuple(int(part) for part in (release.group() if release else "0").strip(".").split("."))
+
+
+def _either(words: frozenset[str]) -> str:
+    return " or ".join(sorted(words)) or "nothing"
+
+
+# --- registry ---------------------------------------------------------------------------------------------------------
+
+_registered: dict[str, Implementation | str] = {}
+
+
+def register(implementation: Implementation | str) -> None:
+    """Add an implementation of your own: an object that fulfils the contract, or ``"module:Class"``.
+
+    A ``"module:Class"`` (or an object whose class can be imported) is checked in a child process like any other; an
+    object of a class defined in ``__main__`` or a notebook runs in this process and its row says so.
+
+    Raises:
+        UsageError: it lacks a part of the contract, or its name is taken by another.
+    """
+    found = load_reference(implementation) if isinstance(implementation, str) else implementation
+    lacking = [
+        part for part in ("name", "summary", "sheet", "reasons_unsupported", "prepare") if not hasattr(found, part)
+    ]
+    if lacking:
+        raise UsageError(
+            f"an implementation must have {', '.join(lacking)}, {found!r} has not\nhint: see CONTRIBUTING.md"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9_.:@/-]+", found.name):
+        raise UsageError(f"an implementation's name must hold letters, digits and _.:@/- only, got {found.name!r}")
+    if found.name in builtin_references():
+        raise UsageError(f"the name {found.name!r} is taken by an implementation of attnscope\nhint: choose another")
+    _registered[found.name] = implementation if isinstance(implementation, str) else found
+
+
+def builtin_references() -> dict[str, str]:
+    """Name -> ``"module:Class"`` of every implementation that comes with attnscope, in listing order."""
+    from attnscope.implementations import IMPLEMENTATIONS
+
+    return dict(IMPLEMENTATIONS)
+
+
+def names(selection: str = "all") -> list[str]:
+    """Names in listing order. ``all`` is the registry without the ladder, ``ladder`` the ladder alone."""
+    ladder = [name for name, reference in builtin_references().items() if ".cuda_ladder" in reference]
+    if selection == "ladder":
+        return ladder
+    return [name for name in (*builtin_references(), *_registered) if name not in ladder]
+
+
+def select(selection: str) -> list[str]:
+    """Names that a comma-separated selection stands for: names, ``all``, ``ladder``, or ``module:Class`` to register.
+
+    Raises:
+        UnknownImplementation: a name is not registered.
+    """
+    found: dict[str, None] = {}
+    for part in (piece.strip() for piece in selection.split(",")):
+        if part in ("all", "ladder"):
+            found.update(dict.fromkeys(names(part)))
+        elif part in builtin_references() or part in _registered:
+            found[part] = None
+        elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", part):
+            register(part)
+            found[load_reference(part).name] = None
+        else:
+            raise UnknownImplementation(part, [*builtin_references(), *_registered, "all", "ladder"])
+    return list(found)
+
+
+def reference_of(name: str) -> str | None:
+    """``"module:Class"`` by which another process finds this implementation; None where it cannot."""
+    if name in builtin_references():
+        return builtin_references()[name]
+    entry = _registered.get(name)
+    if isinstance(entry, str):
+        return entry
+    module = type(entry).__module__
+    spec = f"{module}:{type(entry).__qualname__}"
+    return None if module in ("__main__", "__mp_main__") or "<locals>" in spec or not _loads(spec, name) else spec
+
+
+def find(name: str) -> Implementation:
+    """The implementation of that name. Raises UnknownImplementation with a did-you-mean."""
+    builtin = builtin_references()
+    if name in builtin:
+        return load_reference(builtin[name])
+    if name not in _registered:
+        raise UnknownImplementation(name, [*builtin, *_registered])
+    entry = _registered[name]
+    return load_reference(entry) if isinstance(entry, str) else entry
+
+
+def load_reference(reference: str) -> Implementation:
+    """The implementation that ``"module:Class"`` names, constructed without arguments.
+
+    Raises:
+        UsageError: the module does not import or has no such class.
+    """
+    module_name, _, attribute = reference.partition(":")
+    try:
+        made = getattr(importlib.import_module(module_name), attribute)
+        return made() if isinstance(made, type) else made  # type: ignore[no-any-return]
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"implementation {reference!r} cannot be loaded: {error}") from error
+
+
+def require_supported(name: str, workload: Workload, device: Device, direction: str) -> Implementation:
+    """The implementation, or UnsupportedWorkload with every reason."""
+    implementation = find(name)
+    if reasons := implementation.reasons_unsupported(workload, device, direction):
+        raise UnsupportedWorkload(name, reasons)
+    return implementation
+
+
+def safe_reasons(implementation: Implementation, workload: Workload, device: Device, direction: str) -> list[str]:
+    """``reasons_unsupported`` of an implementation that may break the contract by raising."""
+    try:
+        return list(implementation.reasons_unsupported(workload, device, direction))
+    except AttnscopeError as error:
+        return [str(error)]
+    except Exception as error:  # someone else's code; its fault is its reason
+        return [f"reasons_unsupported raised {type(error).__name__}: {error}"]
+
+
+def _loads(reference: str, name: str) -> bool:
+    try:
+        return load_reference(reference).name == name
+    except Exception:
+        return False

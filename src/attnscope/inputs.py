@@ -1,0 +1,354 @@
+"""Stage 1, with torch: the tensors of a workload.
+
+Reads a Workload, writes Inputs. Every tensor has the canonical logical shape, ``q (B, H, L, D)``,
+``k (B, H_kv, S, D)``, ``v (B, H_kv, S, D_v)``, ``grad_out (B, H, L, D_v)``; the workload's layout decides only their
+strides. Must not import an implementation or a later stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from attnscope.device import Device, available_memory_bytes
+from attnscope.errors import DeviceError, UnknownName, WorkloadError
+from attnscope.units import format_bytes
+from attnscope.workload import Workload
+
+Tensor = Any  # a torch.Tensor; torch itself is imported only where it runs
+
+# What a check feeds an implementation; "plain" is also what is timed.
+INPUT_KINDS = ("plain", "needles", "large", "shifted", "peaky")
+SHIFTED_LOGIT = -120.0  # below -88.7, where exp underflows in float32 unless the maximum is subtracted
+
+
+@dataclass
+class Inputs:
+    """The tensors of one workload.
+
+    ``bias`` has the workload's broadcast shape; ``mask`` is bool, True where a key may be seen; ``lengths`` (B,) and
+    ``cu_seqlens`` (n + 1,) are int32; ``alibi_slopes`` and ``sinks`` (H,) float32; ``dropout_keep`` (B, H, L, S) bool.
+    ``qkv`` is the (B, T, 3, H, D) buffer that q, k, v are views of where the layout is qkv.
+    ``visible_pairs`` counts the (query, key) pairs of one head that geometry and mask leave, over the batch
+    (a mask that differs by head counts their mean).
+    """
+
+    workload: Workload
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    kind: str = "plain"
+    seed: int = 0
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_keep: Tensor | None = None
+    qkv: Tensor | None = None
+    visible_pairs: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that is there, by name."""
+        import torch
+
+        pairs = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
+
+    def clone(self) -> Inputs:
+        """A deep copy with the same strides; q, k, v stay views of one qkv buffer where they were."""
+        copies: dict[str, Any] = {
+            name: t.clone(memory_format=_preserve())
+            for name, t in self.tensors().items()
+            if name not in ("q", "k", "v")
+        }
+        if self.qkv is not None:
+            copies |= dict(zip("qkv", unpack_qkv(copies["qkv"]), strict=True))
+        else:
+            copies |= {name: getattr(self, name).clone(memory_format=_preserve()) for name in "qkv"}
+        return dataclasses.replace(self, **copies)
+
+    def row_bounds(self) -> tuple[Tensor, Tensor]:
+        """(low, high), int64 of shape (B, L): row i of batch b sees keys low <= j < high by geometry."""
+        return row_bounds(self.workload, str(self.q.device))
+
+    def visible(self) -> Tensor | None:
+        """Bool, True where a key is seen, of a shape that broadcasts to (B, H, L, S); None where all keys are."""
+        import torch
+
+        w = self.workload
+        masks = []
+        if w.causal or w.window is not None or w.lengths is not None or w.packed is not None:
+            low, high = self.row_bounds()
+            if w.lengths is None:
+                low, high = low[:1], high[:1]
+            keys = torch.arange(w.S, device=self.q.device)
+            masks.append(((keys >= low[..., None]) & (keys < high[..., None]))[:, None])
+        if self.mask is not None:
+            masks.append(self.mask)
+        if not masks:
+            return None
+        return masks[0] if len(masks) == 1 else masks[0] & masks[1]
+
+    def alibi_bias(self) -> Tensor | None:
+        """float32 (B or 1, H, L, S): ``-slope * |p - j|``; None without alibi."""
+        import torch
+
+        if self.alibi_slopes is None:
+            return None
+        w = self.workload
+        offsets = [w.query_offset(b) for b in range(w.B if w.lengths is not None else 1)]
+        rows = torch.arange(w.L, device=self.q.device)[None] + torch.tensor(offsets, device=self.q.device)[:, None]
+        distance = (rows[..., None] - torch.arange(w.S, device=self.q.device)).abs()
+        return -self.alibi_slopes[None, :, None, None] * distance[:, None]
+
+
+def make_inputs(workload: Workload, device: Device, seed: int = 0, kind: str = "plain") -> Inputs:
+    """Random tensors for ``workload`` on ``device``; the same arguments give the same numbers on the same device.
+
+    Kinds: ``plain`` standard normal; ``needles`` plants keys (at random and at tile-edge positions) that one random
+    query each points to, so that losing any one is loud; ``large`` multiplies q by 8; ``shifted`` moves all logits by
+    about -120; ``peaky`` lets single keys win whole rows.
+
+    Raises:
+        DeviceError: the tensors alone would not fit in the device's memory.
+    """
+    import torch
+
+    if kind not in INPUT_KINDS:
+        raise WorkloadError(str(UnknownName("input kind", kind, INPUT_KINDS)))
+    refuse_too_large(workload, device, factor=1.0)
+    generator = torch.Generator(device.torch_name).manual_seed(seed)
+    dtype = torch_dtype(workload.dtype)
+
+    def normal(*shape: int, dtype: Any = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device.torch_name, dtype=torch.float32).to(dtype)
+
+    q, k, v, qkv = _laid_out(workload, normal, dtype)
+    inputs = Inputs(workload, q, k, v, _grad_out(workload, normal, dtype), kind=kind, seed=seed, qkv=qkv)
+    _add_options(inputs, normal, generator)
+    _SHAPERS[kind](inputs, generator)
+    return inputs
+
+
+def refuse_too_large(workload: Workload, device: Device, factor: float) -> None:
+    """Raise DeviceError where ``factor`` times the workload's tensors exceed what the device has free."""
+    need = factor * (workload.min_bytes("backward") + _option_bytes(workload))
+    free = available_memory_bytes(device)
+    if need > free:
+        raise DeviceError(
+            f"workload {workload} needs {format_bytes(need)} for its tensors, {device} has {format_bytes(free)} free\n"
+            "hint: a smaller B, L or S"
+        )
+
+
+def torch_dtype(name: str) -> Any:
+    """torch's dtype for ``bf16``, ``fp16``, ``fp32``, ``fp64``."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[name]
+
+
+def row_bounds(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
+    """The torch form of ``Workload.row_interval`` for all rows: (low, high), int64 of shape (B, L)."""
+    import torch
+
+    w = workload
+    rows = torch.arange(w.L, device=device)[None]
+    real = torch.tensor([w.key_length(b) for b in range(w.B)], device=device, dtype=torch.int64)[:, None]
+    offset = torch.tensor([w.query_offset(b) for b in range(w.B)], device=device, dtype=torch.int64)[:, None]
+    low = torch.zeros(w.B, w.L, dtype=torch.int64, device=device)
+    high = real.expand(w.B, w.L)
+    position = rows + offset
+    if w.packed is not None:
+        lengths = torch.tensor(w.packed, device=device, dtype=torch.int64)
+        ends = lengths.cumsum(0)
+        low = (ends - lengths).repeat_interleave(lengths)[None]
+        high = torch.minimum(high, ends.repeat_interleave(lengths)[None])
+    if w.causal:
+        high = torch.minimum(high, position + 1)
+    if w.window is not None:
+        low, high = torch.maximum(low, position - w.window + 1), torch.minimum(high, position + w.window)
+    return low, torch.maximum(high, low)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes 2**(-8h/n), interleaved where H is no power of 2 (ALiBi, Press et al. 2021, arXiv:2108.12409)."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (h + 1) / power) for h in range(power)]
+    extra = [2.0 ** (-8.0 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return (slopes + extra)[:heads]
+
+
+def unpack_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of shape (B, H, T, D) as views of a packed (B, T, 3, H, D) buffer."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def _preserve() -> Any:
+    import torch
+
+    return torch.preserve_format
+
+
+def _laid_out(w: Workload, normal: Any, dtype: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if w.layout == "qkv":
+        qkv = normal(w.B, w.L, 3, w.H, w.D, dtype=dtype)
+        return *unpack_qkv(qkv), qkv
+    shapes = ((w.H, w.L, w.D), (w.H_kv, w.S, w.D), (w.H_kv, w.S, w.D_v))
+    if w.layout == "blhd":
+        q, k, v = (normal(w.B, n, h, d, dtype=dtype).transpose(1, 2) for h, n, d in shapes)
+    else:
+        q, k, v = (normal(w.B, h, n, d, dtype=dtype) for h, n, d in shapes)
+    return q, k, v, None
+
+
+def _grad_out(w: Workload, normal: Any, dtype: Any) -> Tensor:
+    if w.layout == "bhld":
+        return normal(w.B, w.H, w.L, w.D_v, dtype=dtype)
+    return normal(w.B, w.L, w.H, w.D_v, dtype=dtype).transpose(1, 2)
+
+
+def _add_options(inputs: Inputs, normal: Any, generator: Any) -> None:
+    import torch
+
+    w, device = inputs.workload, inputs.q.device
+    if w.bias is not None:
+        inputs.bias = normal(*w.broadcast_shape(w.bias_shape), dtype=torch_dtype(w.bias))
+    if w.mask is not None:
+        inputs.mask = _random_mask(w, generator, str(device))
+    if w.lengths is not None:
+        inputs.lengths = torch.tensor(w.lengths, dtype=torch.int32, device=device)
+    if w.packed is not None:
+        inputs.cu_seqlens = torch.tensor((0, *w.packed), device=device).cumsum(0).to(torch.int32)
+    if w.alibi:
+        inputs.alibi_slopes = torch.tensor(alibi_slopes(w.H), dtype=torch.float32, device=device)
+    if w.sinks:
+        inputs.sinks = normal(w.H)
+    if w.dropout:
+        keep = torch.rand(w.B, w.H, w.L, w.S, generator=generator, device=device)
+        inputs.dropout_keep = keep >= w.dropout
+    inputs.visible_pairs = w.visible_pairs()
+    if inputs.mask is not None:
+        visible = inputs.visible()
+        per_head = visible.sum().item() * (w.B / visible.shape[0]) * (w.L / visible.shape[2]) * (w.S / visible.shape[3])
+        inputs.visible_pairs = round(per_head / visible.shape[1])
+
+
+def _random_mask(w: Workload, generator: Any, device: str) -> Tensor:
+    """About 70 % True; each row keeps its own position where it can, so that no row dies of chance."""
+    import torch
+
+    shape = w.broadcast_shape(w.mask)
+    mask = torch.rand(shape, generator=generator, device=device) < 0.7
+    if shape[2] == w.L and shape[3] == w.S and w.S > 0:
+        rows = torch.arange(w.L, device=device)
+        mask[:, :, rows, (rows + w.query_offset(0)).clamp(0, w.S - 1)] = True
+    elif shape[3] == w.S and w.S > 0:
+        mask[..., 0] = True
+    else:
+        mask.fill_(True)
+    return mask
+
+
+TILE_EDGES = (
+    0,
+    1,
+    15,
+    16,
+    31,
+    32,
+    63,
+    64,
+    65,
+    79,
+    80,
+    95,
+    96,
+    111,
+    112,
+    127,
+    128,
+    129,
+    175,
+    176,
+    191,
+    192,
+    255,
+    256,
+    257,
+)
+
+
+def _plain(inputs: Inputs, generator: Any) -> None:
+    del inputs, generator
+
+
+def _needles(inputs: Inputs, generator: Any) -> None:
+    """Each planted key j equals a strong copy of one query i that sees it, so row i hangs on key j alone."""
+    import torch
+
+    w = inputs.workload
+    low, high = (t.tolist() for t in inputs.row_bounds())
+    edges = sorted({e for e in (*TILE_EDGES, *(w.S - 1 - e for e in TILE_EDGES)) if 0 <= e < w.S})
+    count = min(w.S, 16)
+    random = (
+        torch.randint(0, max(w.S, 1), (count,), generator=generator, device=inputs.q.device).tolist() if w.S else []
+    )
+    used: set[int] = set()
+    for b in range(w.B):
+        used.clear()
+        for position, key in enumerate(dict.fromkeys(edges + random)):
+            row = _row_for(key, low[b], high[b], used, position)
+            if row is None:
+                continue
+            used.add(row)
+            strength = 6.0 / max(abs(w.effective_scale) * w.D, 1e-6)
+            for kv in range(w.H_kv):
+                inputs.k[b, kv, key] = inputs.q[b, kv * w.group + position % w.group, row] * max(strength, 1.0)
+
+
+def _row_for(key: int, low: list[int], high: list[int], used: set[int], salt: int) -> int | None:
+    """A row, not yet used, that sees ``key``; spread over the sequence by ``salt``."""
+    rows = len(low)
+    for step in range(rows):
+        row = (key + salt * 37 + step) % rows
+        if row not in used and low[row] <= key < high[row]:
+            return row
+    return None
+
+
+def _large(inputs: Inputs, generator: Any) -> None:
+    del generator
+    inputs.q.mul_(8)
+
+
+def _shifted(inputs: Inputs, generator: Any) -> None:
+    """Feature 0 of every q and k becomes a constant whose product moves every logit by the same amount."""
+    del generator
+    scale = inputs.workload.effective_scale
+    if scale == 0:
+        return
+    inputs.q[..., 0] = 32.0
+    inputs.k[..., 0] = SHIFTED_LOGIT / (32.0 * scale)
+
+
+def _peaky(inputs: Inputs, generator: Any) -> None:
+    """One key in sixteen is eight times as long: softmax rows become nearly one-hot."""
+    import torch
+
+    S = inputs.workload.S
+    long = torch.rand(S, generator=generator, device=inputs.k.device) < 1 / 16
+    inputs.k[:, :, long] *= 8
+
+
+_SHAPERS = {"plain": _plain, "needles": _needles, "large": _large, "shifted": _shifted, "peaky": _peaky}
+
+
+def _option_bytes(w: Workload) -> int:
+    return w.B * w.H * w.L * w.S * 5 if w.dropout else 0
