@@ -51,8 +51,8 @@ class Sheet:
 
     ``compute`` is the precision of scores and sums by input dtype, where it is not fp32: ``fp64``, ``tf32``, ``bf16``,
     ``fp16``, ``int8``. ``features`` are words of :data:`FEATURES`. ``kernels`` maps a device kind to regular
-    expressions: each must match a kernel (on a CPU: an op) that really ran, or the row fails as not what it claims to be;
-    ``kernels_absent`` maps it to expressions that must match none.
+    expressions: each must match a kernel (on a CPU: an op) that really ran, or the row fails as not what it claims to
+    be; ``kernels_absent`` maps it to expressions that must match none.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
 
@@ -90,9 +90,7 @@ class Sheet:
     def reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         """Every reason, one sentence each, that follows from the sheet alone."""
         found = [reason for reason in map(missing_package, self.packages) if reason]
-        if device.kind not in self.devices:
-            found.append(f"runs on {_either(self.devices)}, not on {device.kind}")
-        found += self._capability_reason(device)
+        found += self.device_reasons(device)
         if direction not in self.directions:
             found.append(f"has no {direction}")
         if workload.dtype not in self.dtypes:
@@ -106,7 +104,10 @@ class Sheet:
         ]
         return found + self._head_dim_reasons(workload)
 
-    def _capability_reason(self, device: Device) -> list[str]:
+    def device_reasons(self, device: Device) -> list[str]:
+        """Reasons that hold on ``device`` for every workload."""
+        if device.kind not in self.devices:
+            return [f"runs on {_either(self.devices)}, not on {device.kind}"]
         if device.kind != "cuda" or self.min_capability is None or device.capability is None:
             return []
         if device.capability >= self.min_capability:
@@ -314,7 +315,7 @@ def load_reference(reference: str) -> Implementation:
     module_name, _, attribute = reference.partition(":")
     try:
         made = getattr(importlib.import_module(module_name), attribute)
-        return made() if isinstance(made, type) else made  # type: ignore[no-any-return]
+        return made() if isinstance(made, type) else made
     except (ImportError, AttributeError) as error:
         raise UsageError(f"implementation {reference!r} cannot be loaded: {error}") from error
 

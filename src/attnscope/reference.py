@@ -6,8 +6,8 @@ Reads Inputs, writes Attention. Must not import an implementation or a later sta
 With S = scores (see :mod:`attnscope.workload`), P = softmax(S) over the visible keys and the sink, W = P after
 dropout: O = W V; dV = W^T dO; dP = dO V^T (through dropout); dS = P * (dP - rowsum(dO * O)); dQ = scale dS K;
 dK = scale dS^T Q; dbias = dS summed over its broadcast dims; dsink = -sum p_sink * rowsum(dO * O). Softcap multiplies
-dS towards q and k by 1 - tanh^2. A row that sees nothing: O = 0, lse = -inf, no gradient (FlashAttention-2, Dao 2023, arXiv:2307.08691,
-section 3, for the closed form).
+dS towards q and k by 1 - tanh^2. A row that sees nothing: O = 0, lse = -inf, no gradient. The
+closed form of the backward is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3).
 """
 
 from __future__ import annotations

@@ -1,0 +1,420 @@
+"""The main job: workloads through inputs, reasons, check, measure, profile, explain, report.
+
+Reads workloads and names, writes a Run. This is the sweep runner: the only place that catches whatever an
+implementation raises, and turns it into its row. It imports no torch itself; workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnscope import implementation as registry
+from attnscope.device import Device, Environment
+from attnscope.errors import AttnscopeError, DeviceError, UsageError
+from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict
+from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
+from attnscope.worker import Caller, InProcess, RemoteError, Worker, WorkerFailed
+from attnscope.workload import DIRECTIONS, Workload
+
+if TYPE_CHECKING:
+    from attnscope.jobs import Ask, Checked
+
+MODES = {"forward": ("forward",), "backward": ("backward",), "both": DIRECTIONS}
+TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
+START_LIMIT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run is to do. ``stages`` are those after the check: measure, profile."""
+
+    workloads: tuple[Workload, ...]
+    implementations: tuple[str, ...]
+    modes: tuple[str, ...] = DIRECTIONS
+    device: str | None = None
+    stages: tuple[str, ...] = ("measure", "profile")
+    quick: bool = False
+    seed: int = 0
+    out: Path | None = None
+    active: int = 3
+    compile: bool = False
+    sustained_s: float | None = None
+    time_limit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress: ``done`` of ``total`` steps, and what begins now."""
+
+    done: int
+    total: int
+    what: str
+
+
+Watcher = Callable[[Step], None]
+
+
+def compare(
+    *workloads: Workload | str,
+    implementations: str | Sequence[str] = "all",
+    mode: str = "both",
+    device: str | None = None,
+    quick: bool = False,
+    profile: bool = True,
+    seed: int = 0,
+    out: str | Path | None = None,
+) -> Run:
+    """Check, measure, profile and explain implementations on workloads; returns the Run, which shows itself.
+
+    Args:
+        workloads: spellings, suite names or Workloads; without any, the default suite of the device.
+        implementations: names, ``all`` (without the ladder) or ``ladder``.
+        mode: ``forward``, ``backward`` or ``both``.
+        device: ``cpu`` or ``cuda``; by default the GPU if there is one.
+        quick: fewer samples, no sustained blocks, fewer kinds of check inputs.
+        profile: also write traces (needs ``out``; without it they go to a temporary folder and are read there).
+        seed: of the inputs.
+        out: a folder for run.jsonl, report.html and traces; nothing is written without one.
+
+    Raises:
+        UsageError: an argument is not what it must be.
+        DeviceError: no such device, or too little memory.
+    """
+    stages = ("measure", "profile") if profile else ("measure",)
+    return execute(make_plan(workloads, implementations, mode, device, stages, quick=quick, seed=seed, out=out))
+
+
+def check(*workloads: Workload | str, **options: Any) -> Run:
+    """Only the check: :func:`compare` without times and traces; takes the same options but ``profile``."""
+    return execute(_plan(workloads, (), options))
+
+
+def measure(*workloads: Workload | str, **options: Any) -> Run:
+    """Check, then measure what passed; takes the options of :func:`compare` but ``profile``."""
+    return execute(_plan(workloads, ("measure",), options))
+
+
+def profile(*workloads: Workload | str, **options: Any) -> Run:
+    """Check, then profile and explain what passed; takes the options of :func:`compare` but ``profile``."""
+    return execute(_plan(workloads, ("profile",), options))
+
+
+def _plan(workloads: Sequence[Workload | str], stages: tuple[str, ...], options: dict[str, Any]) -> Plan:
+    known = {"implementations", "mode", "device", "quick", "seed", "out"}
+    if unknown := set(options) - known:
+        raise UsageError(f"unknown option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    picked = {"implementations": "all", "mode": "both", "device": None} | options
+    implementations, mode, device = (picked.pop(name) for name in ("implementations", "mode", "device"))
+    return make_plan(workloads, implementations, mode, device, stages, **picked)
+
+
+def make_plan(
+    workloads: Sequence[Workload | str],
+    implementations: str | Sequence[str],
+    mode: str,
+    device: str | None,
+    stages: tuple[str, ...],
+    *,
+    out: str | Path | None = None,
+    **more: Any,
+) -> Plan:
+    """A validated plan. Raises UsageError (also WorkloadError, UnknownImplementation)."""
+    if mode not in MODES:
+        raise UsageError(f"mode must be forward, backward or both, got {mode!r}")
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"device must be cpu or cuda, got {device!r}")
+    chosen = implementations if isinstance(implementations, str) else ",".join(implementations)
+    found: dict[Workload, None] = {}
+    for workload in workloads:
+        found.update(dict.fromkeys([workload] if isinstance(workload, Workload) else find_workloads([workload])))
+    folder = prepare_folder(Path(out)) if out is not None else None
+    return Plan(tuple(found), tuple(registry.select(chosen)), MODES[mode], device, stages, out=folder, **more)
+
+
+def prepare_folder(folder: Path) -> Path:
+    """Make an output folder that holds no earlier run. Raises UsageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".attnscope-probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"--out must be a folder that can be written, got {folder}: {error.strerror or error}"
+        ) from None
+    if (folder / "run.jsonl").exists():
+        raise UsageError(f"{folder} already holds a run, which is never overwritten\nhint: --out another folder")
+    return folder
+
+
+def execute(plan: Plan, watcher: Watcher | None = None) -> Run:
+    """Run a plan. On Ctrl-C, what is finished is returned with ``interrupted`` set; nothing is lost."""
+    return _Sweep(plan, watcher or (lambda step: None)).run()
+
+
+class _Sweep:
+    """One run in progress: two workers (one checks, one measures and profiles) and the rows so far."""
+
+    def __init__(self, plan: Plan, watcher: Watcher) -> None:
+        self.plan, self.watcher = plan, watcher
+        self.references = {name: registry.reference_of(name) for name in plan.implementations}
+        self.in_process = any(reference is None for reference in self.references.values())
+        self.checker, self.bench = self._new_worker(), self._new_worker()
+        self.done = self.total = 0
+        self.limits: Limits | None = None
+
+    def _new_worker(self) -> Caller:
+        return InProcess() if self.in_process else Worker()
+
+    def run(self) -> Run:
+        rows: list[Result] = []
+        run: Run | None = None
+        try:
+            device, environment = self._start()
+            self.limit_s = self.plan.time_limit_s or TIME_LIMIT_S[device.kind]
+            workloads = self.plan.workloads or tuple(
+                find_workloads(list(CPU_DEFAULT if device.kind == "cpu" else GPU_DEFAULT))
+            )
+            run = self._empty_run(device, environment, workloads)
+            self.total = len(workloads) * len(self.references) * (1 + len(self.plan.stages)) + 1
+            for workload in workloads:
+                rows += self._run_workload(workload, device, rows)
+        except KeyboardInterrupt:
+            if run is None:
+                raise
+            rows += self._unfinished
+            run = replace(run, interrupted=True)
+        finally:
+            self.checker.close()
+            self.bench.close()
+        assert run is not None
+        return replace(run, limits=self.limits, results=tuple(rows))
+
+    _unfinished: Sequence[Result] = ()
+
+    def _start(self) -> tuple[Device, Environment]:
+        self._say("start")
+        with _sentences():
+            found: tuple[Device, Environment] = self.checker.call(
+                "attnscope.jobs:start", self.plan.device, timeout_s=START_LIMIT_S
+            )
+        return found
+
+    def _empty_run(self, device: Device, environment: Environment, workloads: Sequence[Workload]) -> Run:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Run(
+            device=device,
+            environment=environment,
+            created=now,
+            command=_command(),
+            seed=self.plan.seed,
+            workloads=tuple(str(workload) for workload in workloads),
+            modes=self.plan.modes,
+            quick=self.plan.quick,
+        )
+
+    def _run_workload(self, workload: Workload, device: Device, finished: list[Result]) -> list[Result]:
+        from attnscope.jobs import Ask
+
+        del finished
+        ask = Ask(workload, device, self.plan.seed, self.plan.modes, self.references, self.plan.quick)
+        with _sentences():
+            reasons = self.checker.call("attnscope.jobs:survey", ask, timeout_s=START_LIMIT_S)
+        rows: dict[str, Result] = {}
+        firsts: dict[str, Checked] = {}
+        for name in self.references:
+            self._say(f"check {name}")
+            rows[name], checked = self._check(ask, name, reasons[name])
+            if checked is not None:
+                firsts[name] = checked
+            self._unfinished = tuple(rows.values())
+        if "measure" in self.plan.stages:
+            self._measure(ask, rows, firsts)
+            self._unfinished = tuple(rows.values())
+        if "profile" in self.plan.stages:
+            for name in list(rows):
+                self._say(f"profile {name}")
+                rows[name] = self._profile(ask, rows[name])
+                self._unfinished = tuple(rows.values())
+        self._unfinished = ()
+        return list(rows.values())
+
+    # --- check ---
+
+    def _check(self, ask: Ask, name: str, reasons: dict[str, list[str]]) -> tuple[Result, Checked | None]:
+        implementation = registry.find(name)
+        row: dict[str, Any] = {
+            "workload": str(ask.workload),
+            "implementation": name,
+            "reasons": {direction: tuple(found) for direction, found in reasons.items() if found},
+            "ours": implementation.sheet.ours,
+            "comparable": implementation.sheet.comparable,
+            "note": "ran in attnscope's own process: no other can import it" if self.in_process else None,
+        }
+        directions = tuple(d for d in ask.directions if not reasons[d])
+        if not directions:
+            return Result(status="skipped", **row), None
+        try:
+            checked: Checked = self.checker.call("attnscope.jobs:check", ask, name, directions, timeout_s=self.limit_s)
+        except (WorkerFailed, RemoteError) as error:
+            return Result(status="failed", error=_cause(error), **row), None
+        row |= {"check": checked.check, "check_kernels": checked.kernels, "ran": checked.ran}
+        if not checked.check.passed:
+            return Result(status="check_failed", **row), None
+        if checked.mismatch:
+            return Result(status="failed", error=checked.mismatch, **row), None
+        status = "approximate" if checked.check.grade == "approximate" else "ok"
+        return Result(status=status, **row), checked
+
+    # --- measure ---
+
+    def _measure(self, ask: Ask, rows: dict[str, Result], firsts: dict[str, Checked]) -> None:
+        options = self._options()
+        if self.limits is None:
+            self._say("measure the device's limits")
+            self.limits = self._limits(ask.device, options)
+        for direction in ask.directions:
+            names = [name for name, checked in firsts.items() if direction in checked.check.directions]
+            names = [name for name in names if rows[name].status in ("ok", "approximate")]
+            while names:
+                first = {n: (firsts[n].prepare_s, firsts[n].first_call_ms.get(direction)) for n in names}
+                culprit, cause = self._measure_once(ask, names, direction, options, first, rows)
+                if culprit is None:
+                    break
+                rows[culprit] = rows[culprit].with_changes(
+                    status="failed", error=f"passed its check, then failed in measuring {direction}: {cause}",
+                    forward=None, backward=None,
+                )  # fmt: skip
+                names.remove(culprit)
+
+    def _limits(self, device: Device, options: Any) -> Limits:
+        with _sentences():
+            limits: Limits = self.bench.call("attnscope.jobs:limits", device, options, timeout_s=self.limit_s)
+        return limits
+
+    def _measure_once(
+        self, ask: Ask, names: list[str], direction: str, options: Any, first: dict[str, Any], rows: dict[str, Result]
+    ) -> tuple[str | None, str]:
+        """Measure all ``names`` into ``rows``; or the name of the one that failed, and how."""
+        at = {"name": names[0]}
+
+        def on_report(message: tuple[str, str]) -> None:
+            at["name"] = message[1]
+            self._say(f"{message[0]} {message[1]} {direction}", advance=False)
+
+        limit_s = self.limit_s * (1 + len(names))
+        try:
+            measured = self.bench.call(
+                "attnscope.jobs:measure", ask, names, direction, self.limits, options, first,
+                timeout_s=limit_s, on_report=on_report,
+            )  # fmt: skip
+        except RemoteError as error:
+            named = error.message.partition(" failed")[0] if error.kind == "MeasureFailed" else at["name"]
+            self.bench.close()
+            return (named if named in names else at["name"]), _cause(error)
+        except WorkerFailed as error:
+            return at["name"], _cause(error)
+        for name, measurement in measured.measurements.items():
+            rows[name] = self._with_measurement(rows[name], direction, measurement, measured.verdicts)
+            self._say(f"measured {name}")
+        return None, ""
+
+    @staticmethod
+    def _with_measurement(row: Result, direction: str, measurement: Measurement, verdicts: Sequence[Verdict]) -> Result:
+        mine = tuple(verdict for verdict in verdicts if verdict.implementation == row.implementation)
+        return row.with_changes(**{direction: measurement}, verdicts=(*row.verdicts, *mine))
+
+    def _options(self) -> Any:
+        from attnscope.measuring import MeasureOptions
+
+        options = MeasureOptions(quick=self.plan.quick, seed=self.plan.seed)
+        return options if self.plan.sustained_s is None else replace(options, sustained_s=self.plan.sustained_s)
+
+    # --- profile and explain ---
+
+    def _profile(self, ask: Ask, row: Result) -> Result:
+        if row.status not in ("ok", "approximate"):
+            return row
+        assert row.check is not None
+        for direction in row.check.directions:
+            with _trace_path(self.plan.out, ask.workload, row.implementation, direction) as path:
+                try:
+                    self.bench.call(
+                        "attnscope.jobs:profile", ask, row.implementation, direction, str(path), self.plan.active,
+                        self.plan.compile, timeout_s=self.limit_s,
+                    )  # fmt: skip
+                    row = self._explain(row, path, ask, direction)
+                except (WorkerFailed, RemoteError, AttnscopeError) as error:
+                    note = f"{direction} could not be profiled: {_cause(error)}"
+                    row = row.with_changes(note=f"{row.note}; {note}" if row.note else note)
+        return row
+
+    def _explain(self, row: Result, path: Path, ask: Ask, direction: str) -> Result:
+        from attnscope.explaining import explain_profile
+        from attnscope.trace import read_trace
+
+        profile: Profile
+        kernels: tuple[KernelEvent, ...]
+        profile, kernels, findings = explain_profile(
+            read_trace(path),
+            workload=ask.workload,
+            implementation=row.implementation,
+            direction=direction,
+            device=ask.device,
+        )
+        if self.plan.out is not None:
+            profile = replace(profile, trace=path.relative_to(self.plan.out).as_posix())
+        return row.with_changes(
+            profiles=(*row.profiles, profile),
+            kernels=(*row.kernels, *kernels),
+            findings=(*row.findings, *findings),
+        )
+
+    def _say(self, what: str, *, advance: bool = True) -> None:
+        self.watcher(Step(self.done, max(self.total, 1), what))
+        self.done += advance
+
+
+@contextlib.contextmanager
+def _trace_path(out: Path | None, workload: Workload, name: str, direction: str) -> Iterator[Path]:
+    """Where a trace goes: into the run's folder, or a temporary one that is read and removed."""
+    import tempfile
+
+    file = f"{name.replace('/', '-').replace(':', '-')}-{direction}.json.gz"
+    if out is not None:
+        yield out / "traces" / workload.slug / file
+        return
+    with tempfile.TemporaryDirectory(prefix="attnscope-") as folder:
+        yield Path(folder) / file
+
+
+@contextlib.contextmanager
+def _sentences() -> Iterator[None]:
+    """Errors of the flow itself (no device, too little memory) keep their sentence and their exit code."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.kind == "DeviceError":
+            raise DeviceError(error.message) from None
+        raise AttnscopeError(f"{error}\n{error.log}") from None
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, RemoteError) and error.kind in ("OutOfMemoryError", "MemoryError"):
+        return f"ran out of memory: {error.message.splitlines()[0]}"
+    if isinstance(error, RemoteError):
+        return f"{error.kind}: {error.message}"
+    return str(error)
+
+
+def _command() -> str:
+    """The command line without folders, so that a record names no one's home."""
+    words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]] if sys.argv else ["python"]
+    return shlex.join(word if "/" not in word or "," in word else Path(word).name for word in words)

@@ -1,0 +1,280 @@
+"""What a worker process does for the sweep: survey, check, limits, measure, profile. Each returns plain records.
+
+Called by :mod:`attnscope.comparing` through :mod:`attnscope.worker`; reads workloads and names, writes records. State
+that several calls share (references, inputs of the current workload) lives in this module, once a process.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnscope import implementation as registry
+from attnscope.checking import ReferenceCache, check_implementation
+from attnscope.device import Device, Environment, available_memory_bytes, find_device, read_environment
+from attnscope.errors import AttnscopeError
+from attnscope.implementation import Implementation, Prepared, safe_reasons
+from attnscope.inputs import Inputs, make_inputs, refuse_too_large
+from attnscope.measuring import (
+    Contestant,
+    MeasureFailed,
+    MeasureOptions,
+    measure_limits,
+    measure_rivals,
+    rotation_count,
+)
+from attnscope.profiling import kernel_names, profile_call
+from attnscope.records import CheckResult, Limits, Measurement, Verdict
+from attnscope.units import format_bytes
+from attnscope.workload import DIRECTIONS, Workload
+
+Report = Callable[[Any], None]
+SCORE_COPIES = {"forward": 4, "backward": 6}  # score-sized tensors that an unfused implementation holds at its peak
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one workload's sweep asks of a worker. ``references`` maps names to ``module:Class`` (None: in process)."""
+
+    workload: Workload
+    device: Device
+    seed: int
+    directions: tuple[str, ...]
+    references: dict[str, str | None]
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What checking one implementation brought."""
+
+    check: CheckResult
+    kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    mismatch: str | None = None
+    ran: str | None = None
+    prepare_s: float | None = None
+    first_call_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What measuring the survivors of one workload and direction brought."""
+
+    measurements: dict[str, Measurement] = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ()
+    visible_pairs: int = 0
+
+
+def start(kind: str | None, *, report: Report) -> tuple[Device, Environment]:
+    """The device and environment as this process sees them."""
+    del report
+    device = find_device(kind)
+    if device.kind == "cuda":
+        import torch
+
+        torch.backends.cudnn.version()  # loads the library, so that its path can be named
+    return device, read_environment()
+
+
+def survey(ask: Ask, *, report: Report) -> dict[str, dict[str, list[str]]]:
+    """name -> direction -> reasons why it cannot run.
+
+    Raises:
+        DeviceError: the workload's tensors do not fit in memory at all.
+    """
+    del report
+    refuse_too_large(ask.workload, ask.device, factor=2.0)
+    return {name: _reasons(_find(ask, name), ask) for name in ask.references}
+
+
+def check(ask: Ask, name: str, directions: tuple[str, ...], *, report: Report) -> Checked:
+    """Prepare, run once, check against float64, and name the kernels that ran."""
+    implementation = _find(ask, name)
+    report(("prepare", name))
+    started = time.perf_counter()
+    prepared = implementation.prepare(ask.workload, ask.device)
+    prepare_s = time.perf_counter() - started
+    inputs = _inputs(ask)
+    first = {direction: _first_call_ms(prepared, inputs, direction, ask.device) for direction in directions}
+    report(("check", name))
+    result = check_implementation(
+        implementation,
+        ask.workload,
+        ask.device,
+        seed=ask.seed,
+        directions=directions,
+        quick=ask.quick,
+        prepared=prepared,
+        cache=_cache(ask),
+    )
+    kernels = {direction: kernel_names(prepared, inputs, direction) for direction in directions}
+    seen = kernels.get("forward") or next(iter(kernels.values()), ())
+    ran = implementation.ran(seen) if hasattr(implementation, "ran") else None
+    return Checked(result, kernels, _family_mismatch(implementation, kernels, ask.device.kind), ran, prepare_s, first)
+
+
+def limits(device: Device, options: MeasureOptions, *, report: Report) -> Limits:
+    """What the device can do, measured now."""
+    del report
+    _forget()
+    return measure_limits(device, options)
+
+
+def measure(
+    ask: Ask,
+    names: Sequence[str],
+    direction: str,
+    card: Limits,
+    options: MeasureOptions,
+    first: dict[str, tuple[float | None, float | None]],
+    *,
+    report: Report,
+) -> Measured:
+    """Interleave ``names`` in this process. ``first`` holds (prepare_s, first_call_ms) by name.
+
+    Raises:
+        MeasureFailed: names the culprit, which the caller leaves out of the next try.
+    """
+    inputs = _inputs(ask)
+    contestants = []
+    for name in names:
+        report(("prepare", name))
+        try:
+            contestants.append(_contestant(ask, name, direction, inputs, *first[name]))
+        except Exception as error:
+            raise MeasureFailed(name, error) from error
+    measurements, verdicts = measure_rivals(
+        contestants,
+        ask.workload,
+        ask.device,
+        direction,
+        card,
+        options,
+        visible_pairs=inputs.visible_pairs,
+        progress=lambda name, stage: report((stage, name)),
+    )
+    return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
+
+
+def profile(ask: Ask, name: str, direction: str, path: str, active: int, compile_: bool, *, report: Report) -> None:
+    """Write the Chrome trace of a few calls to ``path``."""
+    report(("profile", name))
+    prepared = _find(ask, name).prepare(ask.workload, ask.device)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    label = f"attnscope/{name}/{direction}"
+    profile_call(prepared, _inputs(ask), direction, label=label, trace_path=Path(path), active=active, compile=compile_)
+
+
+# --- shared by the calls of one process ----------------------------------------------------------------------------
+
+_state: dict[str, Any] = {}
+
+
+def _forget() -> None:
+    _state.clear()
+
+
+def _inputs(ask: Ask) -> Inputs:
+    key = (ask.workload, ask.device, ask.seed)
+    if _state.get("inputs_key") != key:
+        _state.pop("inputs", None)
+        _state.update(inputs=make_inputs(ask.workload, ask.device, ask.seed), inputs_key=key)
+    return _state["inputs"]  # type: ignore[no-any-return]
+
+
+def _cache(ask: Ask) -> ReferenceCache:
+    if "cache" not in _state:
+        _state["cache"] = ReferenceCache()
+    del ask
+    return _state["cache"]  # type: ignore[no-any-return]
+
+
+def _find(ask: Ask, name: str) -> Implementation:
+    reference = ask.references[name]
+    return registry.find(name) if reference is None else registry.load_reference(reference)
+
+
+def _reasons(implementation: Implementation, ask: Ask) -> dict[str, list[str]]:
+    found = {}
+    for direction in ask.directions:
+        reasons = safe_reasons(implementation, ask.workload, ask.device, direction)
+        if not reasons and implementation.sheet.materialises_scores:
+            need = ask.workload.score_bytes() * SCORE_COPIES[direction]
+            free = available_memory_bytes(ask.device)
+            if need > free:
+                reasons = [f"its score matrices would need about {format_bytes(need)}, {format_bytes(free)} are free"]
+        found[direction] = reasons
+    return found
+
+
+def _first_call_ms(prepared: Prepared, inputs: Inputs, direction: str, device: Device) -> float:
+    call = direction_call(prepared, inputs, direction)
+    _synchronise(device)
+    started = time.perf_counter()
+    call()
+    _synchronise(device)
+    return (time.perf_counter() - started) * 1e3
+
+
+def direction_call(prepared: Prepared, inputs: Inputs, direction: str) -> Callable[[], object]:
+    """The closure that is timed: a forward without gradients, or a backward of a forward done before."""
+    if direction == DIRECTIONS[0]:
+        import torch
+
+        def forward() -> object:
+            with torch.no_grad():
+                return prepared.forward(inputs).out
+
+        return forward
+    saved = prepared.forward(inputs, save=True).saved
+    return lambda: prepared.backward(inputs, saved)
+
+
+def _contestant(
+    ask: Ask, name: str, direction: str, inputs: Inputs, prepare_s: float | None, first_call_ms: float | None
+) -> Contestant:
+    prepared = _find(ask, name).prepare(ask.workload, ask.device)
+    count = rotation_count(ask.workload, ask.device)
+    copies = [inputs, *(_copies(ask, inputs, count - 1))]
+    calls = [direction_call(prepared, copy, direction) for copy in copies]
+    return Contestant(name=name, call=calls[0], rotating_calls=calls, prepare_s=prepare_s, first_call_ms=first_call_ms)
+
+
+def _copies(ask: Ask, inputs: Inputs, count: int) -> list[Inputs]:
+    key = (_state["inputs_key"], count)
+    if _state.get("copies_key") != key:
+        _state.update(copies=[inputs.clone() for _ in range(count)], copies_key=key)
+    del ask
+    return _state["copies"]  # type: ignore[no-any-return]
+
+
+def _synchronise(device: Device) -> None:
+    if device.kind == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device.index)
+
+
+def _family_mismatch(
+    implementation: Implementation, kernels: dict[str, tuple[str, ...]], device_kind: str
+) -> str | None:
+    """A sentence where what ran is not of the family that the sheet claims."""
+    sheet = implementation.sheet
+    for direction, seen in kernels.items():
+        if not seen:
+            continue
+        shown = ", ".join(dict.fromkeys(name[:80] for name in seen[:6]))
+        for pattern in sheet.kernels.get(device_kind, ()):
+            if not any(re.search(pattern, name) for name in seen):
+                return f"{direction} is not what it claims: nothing that ran matches {pattern!r}; ran: {shown}"
+        for pattern in sheet.kernels_absent.get(device_kind, ()):
+            if bad := [name for name in seen if re.search(pattern, name)]:
+                return f"{direction} is not what it claims: {bad[0][:80]!r} ran, which it must not"
+    return None
+
+
+__all__ = ["Ask", "AttnscopeError", "Checked", "Measured", "check", "limits", "measure", "profile", "start", "survey"]

@@ -1,0 +1,69 @@
+"""What ``attnscope list`` shows: every implementation, what its sheet claims, why it cannot run here. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnscope import implementation as registry
+from attnscope.device import Device, find_device
+from attnscope.errors import DeviceError
+from attnscope.implementation import FEATURES, Sheet, missing_package
+
+
+def list_implementations() -> list[dict[str, Any]]:
+    """One dict per implementation: its sheet, and ``unavailable``: reasons that hold here for every workload."""
+    device, why = _device()
+    rows = []
+    for name in [*registry.names("all"), *registry.names("ladder")]:
+        implementation = registry.find(name)
+        sheet = implementation.sheet
+        rows.append(
+            {
+                "name": name,
+                "summary": implementation.summary,
+                "directions": sorted(sheet.directions, reverse=True),
+                "dtypes": sorted(sheet.dtypes),
+                "compute": {dtype: sheet.compute_precision(dtype) for dtype in sorted(sheet.dtypes)},
+                "features": [word for word in FEATURES if word in sheet.features],
+                "devices": sorted(sheet.devices),
+                "layouts": sorted(sheet.layouts),
+                "lse": sheet.lse,
+                "deterministic": sheet.deterministic,
+                "approximate": sheet.approximate,
+                "comparable": sheet.comparable,
+                "ours": sheet.ours,
+                "unavailable": _unavailable(sheet, device, why),
+            }
+        )
+    return rows
+
+
+def render_listing(rows: list[dict[str, Any]], width: int) -> str:
+    """The rows as text: a line of name and summary each, then what it takes, then why it cannot run here."""
+    import textwrap
+
+    lines = []
+    for row in rows:
+        mark = " (ours)" if row["ours"] else ""
+        lines.append(f"{row['name']}{mark}: {row['summary']}")
+        takes = (
+            f"{', '.join(row['directions'])}; {', '.join(row['dtypes'])}; {', '.join(row['features']) or 'plain only'}"
+        )
+        lines += textwrap.wrap(takes, width - 1, initial_indent="    ", subsequent_indent="    ")
+        for reason in row["unavailable"]:
+            lines += textwrap.wrap(f"not here: {reason}", width - 1, initial_indent="    ", subsequent_indent="      ")
+    return "\n".join(line for text in lines for line in (textwrap.wrap(text, width - 1) if text[0] != " " else [text]))
+
+
+def _device() -> tuple[Device | None, str | None]:
+    try:
+        return find_device(), None
+    except DeviceError as error:
+        return None, str(error).splitlines()[0]
+
+
+def _unavailable(sheet: Sheet, device: Device | None, why: str | None) -> list[str]:
+    reasons = [reason for reason in map(missing_package, sheet.packages) if reason]
+    if device is None:
+        return reasons or ([why] if why else [])
+    return reasons + sheet.device_reasons(device)

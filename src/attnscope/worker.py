@@ -1,0 +1,215 @@
+"""A child process that runs functions by name, so that a crash, a hang or a full memory costs one row only.
+
+Used by the sweep in :mod:`attnscope.comparing`. The child is started as ``python -m attnscope.worker`` and not by
+``multiprocessing``, which would import the caller's main module a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+from attnscope.errors import AttnscopeError
+
+LOG_LINES = 12
+
+
+class WorkerFailed(AttnscopeError):
+    """The child died, hung or could not go on; what it ran last is the caller's to know."""
+
+
+class RemoteError(AttnscopeError):
+    """The function raised in the child. ``kind`` is the exception's class name, ``log`` its traceback."""
+
+    def __init__(self, kind: str, message: str, log: str) -> None:
+        self.kind, self.message, self.log = kind, message, log
+        super().__init__(f"{kind}: {message}")
+
+
+class Caller(Protocol):
+    """Runs ``module:function`` with arguments; the function's ``report=`` calls arrive at ``on_report``."""
+
+    def call(self, function: str, *args: Any, timeout_s: float, on_report: Callable[[Any], None] | None = None) -> Any:
+        """Its return value. Raises WorkerFailed or RemoteError."""
+
+    def close(self) -> None:
+        """Let go of the process."""
+
+
+class Worker:
+    """One child process, started at the first call and again after it died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+        self._log: Path | None = None
+
+    def call(self, function: str, *args: Any, timeout_s: float, on_report: Callable[[Any], None] | None = None) -> Any:
+        """Run ``module:function(*args, report=...)`` in the child.
+
+        Raises:
+            WorkerFailed: the child died or took longer than ``timeout_s``; it is gone then.
+            RemoteError: the function raised; the child lives on.
+        """
+        connection = self._connect()
+        deadline = time.monotonic() + timeout_s
+        try:
+            connection.send((function, args))
+            while True:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    self.kill()
+                    raise WorkerFailed(f"took longer than its limit of {timeout_s:g} s and was stopped")
+                kind, body = connection.recv()
+                if kind == "report":
+                    if on_report is not None:
+                        on_report(body)
+                elif kind == "error":
+                    raise RemoteError(*body)
+                else:
+                    return body
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise WorkerFailed(self._obituary()) from None
+        except KeyboardInterrupt:
+            self.kill()
+            raise
+
+    def close(self) -> None:
+        """End the child; it has nothing left to save."""
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the child and everything it started."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+        self._process = self._connection = self._log = None
+
+    def _connect(self) -> Connection[Any, Any]:
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = Pipe()
+        handle, name = tempfile.mkstemp(prefix="attnscope-worker-", suffix=".log")
+        self._log = Path(name)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "attnscope.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=handle,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(handle)
+        theirs.close()
+        self._connection = ours
+        return ours
+
+    def _obituary(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            code = 0
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:] if self._log else []
+        self.kill()
+        cause = f"its process ended with exit code {code}"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            cause = f"its process was killed by {name}"
+            cause += " (out of memory, most likely)" if name == "SIGKILL" else ""
+        return cause + ("\n" + "\n".join(lines) if lines else "")
+
+
+class InProcess:
+    """The same calls in this process: for implementations that no other process can import."""
+
+    def call(self, function: str, *args: Any, timeout_s: float, on_report: Callable[[Any], None] | None = None) -> Any:
+        """Run it here; there is no protection from crashes and hangs."""
+        del timeout_s
+        try:
+            return load(function)(*args, report=on_report or (lambda body: None))
+        except KeyboardInterrupt:
+            raise
+        except Exception as error:
+            raise RemoteError(*describe(error)) from error
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def load(function: str) -> Callable[..., Any]:
+    """The function that ``module:name`` names."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def describe(error: BaseException) -> tuple[str, str, str]:
+    """Class name, first lines of the message, and the traceback's last lines."""
+    import traceback
+
+    message = str(error).strip() or "no message"
+    log = "".join(traceback.format_exception(error)[-8:])
+    return type(error).__name__, "\n".join(message.splitlines()[:4]), log
+
+
+def serve(connection: Connection[Any, Any]) -> None:
+    """The child's loop: run what arrives, send back what it returns, until the pipe closes."""
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            body = load(function)(*args, report=lambda message: connection.send(("report", message)))
+        except Exception as error:
+            connection.send(("error", describe(error)))
+            if _device_is_lost():
+                os._exit(75)
+        else:
+            connection.send(("result", body))
+
+
+def _device_is_lost() -> bool:
+    """After a CUDA fault every later call in this process fails too: then only a new process helps."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.empty(1, device="cuda").fill_(1)
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _prefer_as_victim() -> None:
+    """Should memory run out, the kernel is to kill this child, not its parent."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("900")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.enable()
+    _prefer_as_victim()
+    serve(Connection(int(sys.argv[1])))
