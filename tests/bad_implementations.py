@@ -1,0 +1,133 @@
+"""Implementations that break the contract in every way the sweep must survive. Each is right until it goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+
+from attnscope.implementation import Gradients, Output, Sheet, SheetImplementation
+from attnscope.reference import compute_attention
+
+SHEET = Sheet(
+    dtypes=frozenset({"fp32", "bf16", "fp16"}),
+    features=frozenset({"causal_top_left", "gqa", "cross", "scale"}),
+    devices=frozenset({"cpu"}),
+    lse=True,
+)
+
+
+class GoodPrepared:
+    """Float64 attention, rounded once."""
+
+    def forward(self, inputs, *, save=False):
+        truth = compute_attention(inputs, backward=save)
+        return Output(truth.out.to(inputs.q.dtype), truth.lse.float(), saved=truth)
+
+    def backward(self, inputs, saved):
+        dtype = inputs.q.dtype
+        return Gradients(saved.dq.to(dtype), saved.dk.to(dtype), saved.dv.to(dtype))
+
+
+class Good(SheetImplementation):
+    name, summary, sheet = "good", "float64, rounded once", SHEET
+
+    def prepare(self, workload, device):
+        return GoodPrepared()
+
+
+class Also(Good):
+    name = "also_good"
+
+
+class Wrong(Good):
+    name = "wrong"
+
+    def prepare(self, workload, device):
+        class Prepared(GoodPrepared):
+            def forward(self, inputs, *, save=False):
+                output = super().forward(inputs, save=save)
+                return dataclasses.replace(output, out=output.out * 1.05)
+
+        return Prepared()
+
+
+class Raises(Good):
+    name = "raises"
+
+    def prepare(self, workload, device):
+        raise RuntimeError("no kernel for this moon phase")
+
+
+class Crashes(Good):
+    name = "crashes"
+
+    def prepare(self, workload, device):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Hangs(Good):
+    name = "hangs"
+
+    def prepare(self, workload, device):
+        time.sleep(3600)
+
+
+class OutOfMemory(Good):
+    name = "out_of_memory"
+
+    def prepare(self, workload, device):
+        import torch
+
+        torch.empty(2**60, dtype=torch.uint8)
+
+
+class KilledForMemory(Good):
+    name = "killed_for_memory"
+
+    def prepare(self, workload, device):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CrashesLater(Good):
+    """Passes its check; dies once it is prepared a second time, which is when it is measured."""
+
+    name = "crashes_later"
+
+    def prepare(self, workload, device):
+        marker = os.environ["ATTNSCOPE_TEST_MARKER"]
+        if os.path.exists(marker):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        with open(marker, "w"):
+            return GoodPrepared()
+
+
+class RaisesLater(CrashesLater):
+    name = "raises_later"
+
+    def prepare(self, workload, device):
+        if os.path.exists(os.environ["ATTNSCOPE_TEST_MARKER"]):
+            raise RuntimeError("tired")
+        return super().prepare(workload, device)
+
+
+class RudeReasons(Good):
+    """Breaks the promise that reasons_unsupported never raises."""
+
+    name = "rude_reasons"
+
+    def reasons_unsupported(self, workload, device, direction="forward"):
+        raise KeyError("sm_75")
+
+
+class Impostor(Good):
+    """Claims to run an op that it does not run."""
+
+    name = "impostor"
+    sheet = dataclasses.replace(SHEET, kernels={"cpu": (r"aten::_flash_attention_of_the_future",)})
+
+
+class ForwardOnly(Good):
+    name = "forward_only"
+    sheet = dataclasses.replace(SHEET, directions=frozenset({"forward"}))

@@ -1,0 +1,109 @@
+"""The child process: results, errors, crashes, hangs, restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from attnscope.worker import InProcess, RemoteError, Worker, WorkerFailed
+
+
+def add(a, b, *, report):
+    report(("adding", a))
+    return a + b
+
+
+def fail(*, report):
+    raise ValueError("first line\nsecond line")
+
+
+def die(code, *, report):
+    print("last words", flush=True)
+    os._exit(code)
+
+
+def get_killed(*, report):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep(seconds, *, report):
+    time.sleep(seconds)
+
+
+def pid(*, report):
+    return os.getpid()
+
+
+@pytest.fixture
+def worker():
+    made = Worker()
+    yield made
+    made.close()
+
+
+def call(worker, function, *args, timeout_s=30.0, on_report=None):
+    return worker.call(f"test_worker:{function}", *args, timeout_s=timeout_s, on_report=on_report)
+
+
+@pytest.mark.parametrize("kind", [Worker, InProcess])
+def test_returns_values_and_reports(kind):
+    heard = []
+    made = kind()
+    assert call(made, "add", 2, 3, on_report=heard.append) == 5
+    assert heard == [("adding", 2)]
+    made.close()
+
+
+@pytest.mark.parametrize("kind", [Worker, InProcess])
+def test_an_exception_arrives_with_kind_message_and_log(kind):
+    made = kind()
+    with pytest.raises(RemoteError, match="first line") as caught:
+        call(made, "fail")
+    assert caught.value.kind == "ValueError"
+    assert "raise ValueError" in caught.value.log
+    made.close()
+
+
+def test_the_child_survives_an_exception_and_keeps_its_state(worker):
+    first = call(worker, "pid")
+    with pytest.raises(RemoteError):
+        call(worker, "fail")
+    assert call(worker, "pid") == first != os.getpid()
+
+
+def test_a_death_is_told_with_its_last_words_and_the_next_call_gets_a_new_child(worker):
+    first = call(worker, "pid")
+    with pytest.raises(WorkerFailed, match=r"exit code 7(.|\n)*last words"):
+        call(worker, "die", 7)
+    assert call(worker, "pid") != first
+
+
+def test_a_kill_names_its_signal_and_the_likely_cause(worker):
+    with pytest.raises(WorkerFailed, match=r"SIGKILL \(out of memory, most likely\)"):
+        call(worker, "get_killed")
+
+
+def test_a_hang_is_stopped(worker):
+    started = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"longer than its limit of 0\.5 s"):
+        call(worker, "sleep", 60, timeout_s=0.5)
+    assert time.monotonic() - started < 20
+
+
+def test_closing_leaves_no_child_and_no_log(worker):
+    child = call(worker, "pid")
+    log = worker._log
+    worker.close()
+    assert not log.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_child_that_died_between_calls_is_replaced(worker):
+    child = call(worker, "pid")
+    os.kill(child, signal.SIGKILL)
+    time.sleep(0.3)
+    assert call(worker, "pid") != child
