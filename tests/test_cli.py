@@ -1,0 +1,170 @@
+"""The command line as a user meets it: each in a process of its own."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+TINY = "B1,H2,L32,D16,fp32,causal"
+
+
+def attnscope(*arguments, cwd=None, env=None, timeout=240, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "attnscope", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=timeout,
+        env=os.environ | {"COLUMNS": "80", "NO_COLOR": "1"} | (env or {}),
+        **options,
+    )
+
+
+def test_help_is_quick():
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        done = attnscope("--help")
+        times.append(time.perf_counter() - started)
+    assert done.returncode == 0
+    assert "compare" in done.stdout
+    assert min(times) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["compare", "B1,H2,L8,D8,colour=red"], "unknown workload field"),
+        (["compare", "B1,H3/2,L8,D8"], "H must be a multiple of H_kv"),
+        (["compare", "B1,H2,L8,D8,bias=bf16:1x3xLxS"], "must broadcast"),
+        (["compare", TINY, "--implementations", "sdpa_flahs"], "did you mean sdpa_flash"),
+        (["compare", TINY, "--device", "cuda"], "device cuda is not available"),
+        (["compare", TINY, "--device", "tpu"], "device must be cpu or cuda"),
+        (["compare", TINY, "--mode", "up"], "mode must be"),
+        (["compare", "B4096,H128,L65536,D128,fp32", "--device", "cpu", "--implementations", "sdpa_math"], "needs"),
+        (["compare", TINY, "--nonsense"], "No such option"),
+        (["profile", TINY, "--active", "0"], "--active must be at least 1"),
+        (["report", "no-such-file.jsonl"], "cannot read no-such-file.jsonl"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_2(arguments, sentence, tmp_path):
+    if "cuda" in arguments and _cuda():
+        pytest.skip("there is a CUDA device here")
+    done = attnscope(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stdout == ""
+
+
+def test_unwritable_out_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    done = attnscope("compare", TINY, "--out", str(tmp_path / "file" / "x"))
+    assert done.returncode == 2
+    assert "--out must be a folder that can be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_json_is_one_document_of_the_promised_form(tmp_path):
+    done = attnscope("compare", TINY, "--device", "cpu", "--json", "--quick", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema_version"] == 1
+    assert document["device"]["kind"] == "cpu"
+    (entry,) = document["workloads"]
+    assert entry["workload"] == TINY
+    rows = {row["implementation"]: row for row in entry["results"]}
+    assert {row["status"] for row in rows.values()} <= {"ok", "approximate", "skipped", "check_failed", "failed"}
+    flash = rows["sdpa_flash"]
+    assert flash["status"] == "ok"
+    check = flash["check"]
+    assert check["passed"] is True
+    assert check["grade"] in ("tight", "loose")
+    assert 0 <= check["row_rel_error_max"] <= check["error_budget"]
+    assert {t["tensor"] for t in check["tensors"]} >= {"out", "dq", "dk", "dv"}
+    assert flash["forward"]["time_ms_median"] > 0
+    assert flash["backward"]["time_ms_median"] > 0
+    assert flash["ops"]
+    assert (tmp_path / "out" / flash["trace"]["forward"]).exists()
+    assert rows["sdpa_cudnn"]["status"] == "skipped"
+    assert rows["sdpa_cudnn"]["reasons"]["forward"]
+    for name in ("run.jsonl", "report.html"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_a_failed_check_exits_1_and_names_it(tmp_path):
+    done = attnscope(
+        "check", TINY, "--device", "cpu", "--quick", "--implementations", "bad_implementations:Wrong",
+        cwd=tmp_path, env={"PYTHONPATH": os.path.dirname(__file__)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "wrong" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_rows_and_exits_130(tmp_path):
+    names = "sdpa_math,bad_implementations:Hangs"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "attnscope", "compare", TINY, "--device", "cpu", "--quick", "--out", "out",
+         "--implementations", names],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)},
+    )  # fmt: skip
+    time.sleep(25)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "sdpa_math" in out
+    assert "Traceback" not in err
+    assert (tmp_path / "out" / "run.jsonl").exists()
+
+
+def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch, capsys):
+    from attnscope import cli, records
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records.os, "fsync", full)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv",
+        ["attnscope", "compare", TINY, "--device", "cpu", "--quick", "--no-profile", "--mode", "forward",
+         "--implementations", "sdpa_math"],
+    )  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code != 0
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert "hint:" in error
+
+
+def test_list_works_and_fits_80_columns():
+    done = attnscope("list")
+    assert done.returncode == 0, done.stderr
+    assert "sdpa_flash" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_list_json():
+    rows = json.loads(attnscope("list", "--json").stdout)
+    assert rows[0]["name"] == "reference_cpu"
+    assert {"features", "dtypes", "unavailable"} <= set(rows[0])
+
+
+def _cuda():
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,218 @@
+"""The sweep with implementations that go wrong in every way: each costs its own row only."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+import attnscope
+from attnscope import comparing, jobs
+from attnscope.comparing import Plan, execute, make_plan, prepare_folder
+from attnscope.errors import UnknownImplementation, UsageError, WorkloadError
+from attnscope.implementation import _registered
+from attnscope.records import read_runs, write_run
+from attnscope.workload import Workload
+
+TINY = "B1,H2,L32,D16,fp32,causal"
+
+
+@pytest.fixture(autouse=True)
+def clean_registry():
+    before = dict(_registered)
+    yield
+    _registered.clear()
+    _registered.update(before)
+
+
+def bad(*names):
+    return ",".join(f"bad_implementations:{name}" for name in names)
+
+
+def sweep(*names, stages=(), **options):
+    plan = make_plan([TINY], bad(*names), options.pop("mode", "both"), "cpu", stages, quick=True, **options)
+    return {row.implementation: row for row in execute(plan).results}
+
+
+def test_a_good_one_is_ok_and_a_wrong_one_has_no_time():
+    rows = sweep("Good", "Wrong", stages=("measure",))
+    assert rows["good"].status == "ok"
+    assert rows["good"].forward.time_ms_median > 0
+    assert rows["good"].backward.time_ms_median > 0
+    assert rows["wrong"].status == "check_failed"
+    assert rows["wrong"].forward is None
+    assert not rows["wrong"].check.passed
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("Raises", "RuntimeError: no kernel for this moon phase"),
+        ("Crashes", "killed by SIGSEGV"),
+        ("OutOfMemory", "emory"),
+        ("KilledForMemory", "out of memory, most likely"),
+        ("Impostor", "not what it claims"),
+    ],
+)
+def test_a_culprit_costs_its_own_row(name, sentence):
+    rows = sweep("Good", name, "Also")
+    culprit = next(row for key, row in rows.items() if key not in ("good", "also_good"))
+    assert culprit.status == "failed"
+    assert sentence in culprit.error
+    assert {rows["good"].status, rows["also_good"].status} == {"ok"}
+
+
+def test_a_hang_is_stopped_after_its_limit_and_costs_its_own_row():
+    started = time.monotonic()
+    rows = sweep("Good", "Hangs", "Also", time_limit_s=15.0)
+    assert rows["hangs"].status == "failed"
+    assert "limit of 15 s" in rows["hangs"].error
+    assert rows["also_good"].status == "ok"
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("name", ["CrashesLater", "RaisesLater"])
+def test_rivals_are_measured_again_without_the_one_that_fails_in_measuring(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNSCOPE_TEST_MARKER", str(tmp_path / "marker"))
+    rows = sweep("Good", name, "Also", stages=("measure",), mode="forward")
+    culprit = next(row for key, row in rows.items() if key.endswith("_later"))
+    assert culprit.status == "failed"
+    assert "passed its check, then failed in measuring forward" in culprit.error
+    assert culprit.forward is None
+    assert rows["good"].forward is not None
+    assert rows["also_good"].forward is not None
+
+
+def test_reasons_that_raise_are_reasons():
+    row = sweep("RudeReasons")["rude_reasons"]
+    assert row.status == "skipped"
+    assert "KeyError" in row.reasons["forward"][0]
+
+
+def test_one_direction_alone_still_runs():
+    row = sweep("ForwardOnly", stages=("measure",))["forward_only"]
+    assert row.status == "ok"
+    assert row.forward is not None
+    assert row.backward is None
+    assert row.reasons == {"backward": ("has no backward",)}
+
+
+def test_an_object_no_other_process_can_import_runs_here_and_says_so():
+    from bad_implementations import Good
+
+    class Local(Good):
+        name = "local"
+
+    attnscope.register(Local())
+    run = attnscope.check(TINY, implementations="local", device="cpu", quick=True)
+    assert run.results[0].status == "ok"
+    assert "own process" in run.results[0].note
+
+
+def test_register_of_an_outside_implementation_by_object_uses_a_child():
+    from bad_implementations import Good
+
+    attnscope.register(Good())
+    run = attnscope.check(TINY, implementations="good", device="cpu", quick=True)
+    assert run.results[0].status == "ok"
+    assert run.results[0].note is None
+
+
+def test_ctrl_c_keeps_finished_rows():
+    def watcher(step):
+        if step.what == "check also_good":
+            raise KeyboardInterrupt
+
+    run = execute(
+        make_plan([TINY, "B1,H1,L16,D8,fp32"], bad("Good", "Also"), "forward", "cpu", (), quick=True), watcher
+    )
+    assert run.interrupted
+    assert [row.implementation for row in run.results] == ["good"]
+
+
+def test_ctrl_c_before_anything_ran_is_just_that():
+    def watcher(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_plan([TINY], bad("Good"), "forward", "cpu", (), quick=True), watcher)
+
+
+def test_traces_and_their_paths(tmp_path):
+    plan = make_plan([TINY], bad("Good"), "both", "cpu", ("profile",), out=tmp_path / "out", quick=True)
+    run = execute(plan)
+    (row,) = run.results
+    assert {profile.direction for profile in row.profiles} == {"forward", "backward"}
+    for profile in row.profiles:
+        assert (tmp_path / "out" / profile.trace).exists()
+    assert row.kernels
+    write_run(run, tmp_path / "out" / "run.jsonl")
+    assert read_runs(tmp_path / "out" / "run.jsonl") == [run]
+
+
+def test_a_trace_that_cannot_be_written_is_a_note(tmp_path):
+    out = tmp_path / "out"
+    plan = make_plan([TINY], bad("Good"), "forward", "cpu", ("profile",), out=out, quick=True)
+    (out / "traces").write_text("a file where a folder should be")
+    (row,) = execute(plan).results
+    assert row.status == "ok"
+    assert "could not be profiled" in row.note
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+    (tmp_path / "run.jsonl").touch()
+    with pytest.raises(UsageError, match="never overwritten"):
+        prepare_folder(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--out must be a folder"):
+        prepare_folder(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ((["nonsense"], "all", "both", "cpu", ()), WorkloadError, "unknown suite"),
+        (([TINY], "nave", "both", "cpu", ()), UnknownImplementation, "did you mean"),
+        (([TINY], "all", "sideways", "cpu", ()), UsageError, "mode must be"),
+        (([TINY], "all", "both", "tpu", ()), UsageError, "device must be"),
+        (([TINY], "no_such_module:Thing", "both", "cpu", ()), UsageError, "cannot be loaded"),
+    ],
+)
+def test_bad_arguments_are_sentences(arguments, error, sentence):
+    with pytest.raises(error, match=sentence):
+        make_plan(*arguments)
+
+
+def test_unknown_option_of_the_python_api():
+    with pytest.raises(UsageError, match="unknown option profil"):
+        attnscope.check(TINY, profil=True)
+
+
+def test_too_little_memory_is_a_sentence_not_a_row():
+    huge = Workload.parse("B1024,H128,L65536,D128,fp32")
+    with pytest.raises(UsageError, match=r"needs .* has .* free"):
+        execute(make_plan([huge], bad("Good"), "forward", "cpu", (), quick=True))
+
+
+def test_score_matrices_beyond_memory_are_a_reason(monkeypatch):
+    from bad_implementations import SHEET, Good
+
+    class Greedy(Good):
+        name = "greedy"
+        sheet = dataclasses.replace(SHEET, materialises_scores=True)
+
+    monkeypatch.setattr(jobs, "available_memory_bytes", lambda device: 1000)
+    attnscope.register(Greedy())
+    run = attnscope.check(TINY, implementations="greedy", device="cpu", mode="forward")
+    assert run.results[0].status == "skipped"
+    assert "score matrices would need" in run.results[0].reasons["forward"][0]
+
+
+def test_defaults_follow_the_device():
+    plan = Plan((), ("good",))
+    assert plan.workloads == ()
+    assert comparing.CPU_DEFAULT == ("blog-small", "gpt2-small")
