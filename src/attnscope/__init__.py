@@ -22,10 +22,10 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
-    from attnscope.comparing import check, compare, measure, profile
-    from attnscope.implementation import register
-    from attnscope.records import read_runs
-    from attnscope.workload import Workload
+    from attnscope.comparing import check, compare, measure, profile  # noqa: F401
+    from attnscope.implementation import register  # noqa: F401
+    from attnscope.records import read_runs  # noqa: F401
+    from attnscope.workload import Workload  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

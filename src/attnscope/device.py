@@ -16,6 +16,8 @@ from pathlib import Path
 from attnscope.errors import DeviceError
 from attnscope.units import GIB
 
+NO_LIMIT = 2**63
+
 
 @dataclass(frozen=True)
 class Device:
@@ -76,15 +78,20 @@ def find_device(kind: str | None = None, index: int = 0) -> Device:
             "hint: pip install 'attnscope[torch]'; reading reports, records and traces works without it"
         ) from None
     if kind not in (None, "cpu", "cuda"):
-        raise DeviceError(f"device must be cpu or cuda, got {kind!r}")
+        raise DeviceError(
+            f"device must be cpu or cuda, got {kind!r}\nhint: leave it out to take the GPU if there is one"
+        )
     if kind == "cpu" or (kind is None and not torch.cuda.is_available()):
         return Device(kind="cpu", name=cpu_name(), memory_bytes=_cpu_memory_bytes(), threads=torch.get_num_threads())
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = "this torch is built without CUDA" if built is None else f"torch (CUDA {built}) sees no CUDA device"
         raise DeviceError(f"device cuda is not available: {why}\nhint: --device cpu runs what a CPU can")
-    if index >= torch.cuda.device_count():
-        raise DeviceError(f"device index must be below {torch.cuda.device_count()}, got {index}")
+    if not 0 <= index < torch.cuda.device_count():
+        raise DeviceError(
+            f"device index must lie in 0..{torch.cuda.device_count() - 1}, got {index}\n"
+            "hint: CUDA_VISIBLE_DEVICES decides which cards are seen"
+        )
     facts = torch.cuda.get_device_properties(index)
     return Device(
         kind="cuda",
@@ -178,12 +185,17 @@ def available_memory_bytes(device: Device) -> int:
     return _cpu_memory_bytes()
 
 
-def _cgroup_limit() -> int:
+def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this control group may still take: its limit less what it holds and cannot give back."""
     try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return int(text) if text.isdigit() else 2**63
+        limit = (root / "memory.max").read_text().strip()
+        if not limit.isdigit():
+            return NO_LIMIT
+        used = int((root / "memory.current").read_text())
+        facts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except OSError:
-        return 2**63
+        return NO_LIMIT
+    return max(int(limit) - used + int(facts.get("inactive_file", 0)), 0)
 
 
 def _cpu_memory_bytes() -> int:
@@ -196,12 +208,14 @@ def _cpu_memory_bytes() -> int:
 def _driver_version() -> str | None:
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
         version = pynvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
-    except Exception:  # no library, no driver, no permission: the record then says None
+    except pynvml.NVMLError:  # no driver, no permission: the record then says None
         return None
+    return version.decode() if isinstance(version, bytes) else str(version)
 
 
 def _cudnn_version() -> str | None:

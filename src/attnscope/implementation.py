@@ -26,6 +26,10 @@ FEATURES = (
     "alibi", "sinks", "mask", "bias", "lengths", "packed", "dropout",
 )  # fmt: skip
 
+# What an implementation may round to the inputs' dtype besides P, dS and its results: each step of its scores; the bias
+# or ALiBi that it adds to them; gradients, each time a tile is added.
+ROUNDINGS = ("scores", "bias", "sums")
+
 FEATURE_SENTENCES = {
     "gqa": "grouped-query heads (H != H_kv)",
     "cross": "a query length that differs from the key length",
@@ -53,6 +57,8 @@ class Sheet:
     ``fp16``, ``int8``. ``features`` are words of :data:`FEATURES`. ``kernels`` maps a device kind to regular
     expressions: each must match a kernel (on a CPU: an op) that really ran, or the row fails as not what it claims to
     be; ``kernels_absent`` maps it to expressions that must match none.
+    ``rounds`` maps a device kind to words of :data:`ROUNDINGS`: where such an implementation errs more than a good
+    kernel does, it is graded ``loose``. That ``compute`` is bf16 or fp16 implies ``scores``.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
 
@@ -66,6 +72,7 @@ class Sheet:
     head_dim_multiple: int = 1
     min_capability: tuple[int, int] | None = None
     packages: tuple[str, ...] = ("torch",)
+    rounds: Mapping[str, frozenset[str]] = field(default_factory=dict)
     kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels_absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     lse: bool = False
@@ -82,10 +89,18 @@ class Sheet:
             raise UsageError(
                 f"a sheet's features must be among {', '.join(FEATURES)}, got {', '.join(sorted(unknown))}"
             )
+        unknown = frozenset().union(*self.rounds.values()) - set(ROUNDINGS)
+        if unknown:
+            raise UsageError(f"a sheet's rounds must be among {', '.join(ROUNDINGS)}, got {', '.join(sorted(unknown))}")
 
     def compute_precision(self, dtype: str) -> str:
         """Precision of scores and sums for inputs of ``dtype``."""
         return self.compute.get(dtype, "fp64" if dtype == "fp64" else "fp32")
+
+    def rounded_too(self, dtype: str, device: Device) -> frozenset[str]:
+        """Words of :data:`ROUNDINGS` that apply to inputs of ``dtype`` on ``device``."""
+        scores = {"scores"} if self.compute_precision(dtype) in ("bf16", "fp16") else set()
+        return self.rounds.get(device.kind, frozenset()) | scores
 
     def reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         """Every reason, one sentence each, that follows from the sheet alone."""

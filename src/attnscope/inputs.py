@@ -21,6 +21,8 @@ Tensor = Any  # a torch.Tensor; torch itself is imported only where it runs
 
 # What a check feeds an implementation; "plain" is also what is timed.
 INPUT_KINDS = ("plain", "needles", "large", "shifted", "peaky")
+NEEDLE_MARGIN = 4.0  # e**4 = 55 times the weight of an average row's other keys
+VALUE_LIMIT = 1000.0  # no feature and no factor is made larger, so that fp16 holds it
 SHIFTED_LOGIT = -120.0  # below -88.7, where exp underflows in float32 unless the maximum is subtracted
 
 
@@ -60,17 +62,18 @@ class Inputs:
         return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
 
     def clone(self) -> Inputs:
-        """A deep copy with the same strides; q, k, v stay views of one qkv buffer where they were."""
-        copies: dict[str, Any] = {
-            name: t.clone(memory_format=_preserve())
-            for name, t in self.tensors().items()
-            if name not in ("q", "k", "v")
-        }
-        if self.qkv is not None:
-            copies |= dict(zip("qkv", unpack_qkv(copies["qkv"]), strict=True))
-        else:
-            copies |= {name: getattr(self, name).clone(memory_format=_preserve()) for name in "qkv"}
-        return dataclasses.replace(self, **copies)
+        """A deep copy with the same strides, expanded ones too; views of one buffer stay views of one buffer."""
+        buffers: dict[int, Any] = {}
+
+        def copy(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in buffers:
+                buffers[storage.data_ptr()] = storage.clone()
+            made = tensor.detach().new_empty(0)
+            buffer = buffers[storage.data_ptr()]
+            return made.set_(buffer, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+        return dataclasses.replace(self, **{name: copy(tensor) for name, tensor in self.tensors().items()})
 
     def row_bounds(self) -> tuple[Tensor, Tensor]:
         """(low, high), int64 of shape (B, L): row i of batch b sees keys low <= j < high by geometry."""
@@ -78,21 +81,10 @@ class Inputs:
 
     def visible(self) -> Tensor | None:
         """Bool, True where a key is seen, of a shape that broadcasts to (B, H, L, S); None where all keys are."""
-        import torch
-
-        w = self.workload
-        masks = []
-        if w.causal or w.window is not None or w.lengths is not None or w.packed is not None:
-            low, high = self.row_bounds()
-            if w.lengths is None:
-                low, high = low[:1], high[:1]
-            keys = torch.arange(w.S, device=self.q.device)
-            masks.append(((keys >= low[..., None]) & (keys < high[..., None]))[:, None])
-        if self.mask is not None:
-            masks.append(self.mask)
-        if not masks:
-            return None
-        return masks[0] if len(masks) == 1 else masks[0] & masks[1]
+        by_geometry = visible_by_geometry(self.workload, str(self.q.device))
+        if by_geometry is None or self.mask is None:
+            return self.mask if by_geometry is None else by_geometry
+        return by_geometry & self.mask
 
     def alibi_bias(self) -> Tensor | None:
         """float32 (B or 1, H, L, S): ``-slope * |p - j|``; None without alibi."""
@@ -176,6 +168,70 @@ def row_bounds(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
     return low, torch.maximum(high, low)
 
 
+def visible_by_geometry(workload: Workload, device: str) -> Tensor | None:
+    """Bool (B or 1, 1, L, S), True where a key is seen by geometry alone; None where geometry hides nothing."""
+    import torch
+
+    w = workload
+    if not w.causal and w.window is None and w.lengths is None and w.packed is None:
+        return None
+    low, high = row_bounds(w, device)
+    if w.lengths is None:
+        low, high = low[:1], high[:1]
+    keys = torch.arange(w.S, device=device)
+    return ((keys >= low[..., None]) & (keys < high[..., None]))[:, None]
+
+
+def count_visible_pairs(inputs: Inputs) -> int:
+    """(query, key) pairs of one head that geometry and mask leave, over the batch; the mean where heads differ."""
+    w = inputs.workload
+    if inputs.mask is None:
+        return w.visible_pairs()
+    visible: Tensor = inputs.visible()
+    if visible.numel() == 0:
+        return 0
+    repeats = w.B * w.L * w.S / (visible.shape[0] * visible.shape[2] * visible.shape[3])
+    return round(visible.sum().item() / visible.shape[1] * repeats)
+
+
+def non_finite_sentences(inputs: Inputs) -> list[str]:
+    """One sentence a tensor that holds NaN or infinity (a bias may hold -inf, which masks); empty where all is well.
+
+    0 * NaN is NaN, so what lies in masked or padded keys may reach any output: no implementation is to blame for it.
+    """
+    import torch
+
+    found = []
+    for name in ("q", "k", "v", "grad_out", "bias", "sinks"):
+        tensor = getattr(inputs, name)
+        if tensor is None:
+            continue
+        bad = ~torch.isfinite(tensor)
+        if name == "bias":
+            bad &= tensor != -torch.inf
+        count = int(bad.sum())
+        if count and name in ("k", "v"):
+            hidden = int((bad & ~_seen_keys(inputs)[..., None]).sum())
+            found.append(
+                f"{name} holds {count} non-finite values, {hidden} of them at keys that no query sees (padding)"
+            )
+        elif count:
+            found.append(f"{name} holds {count} non-finite values")
+    return found
+
+
+def _seen_keys(inputs: Inputs) -> Tensor:
+    """Bool (B, H_kv, S): whether any query of its group sees the key."""
+    import torch
+
+    w = inputs.workload
+    visible = inputs.visible()
+    if visible is None:
+        return torch.full((w.B, w.H_kv, w.S), w.L > 0, device=inputs.q.device)
+    by_head = visible.any(2).expand(w.B, w.H, w.S)
+    return by_head.unflatten(1, (w.H_kv, w.group)).any(2)
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """Slopes 2**(-8h/n), interleaved where H is no power of 2 (ALiBi, Press et al. 2021, arXiv:2108.12409)."""
     power = 2 ** math.floor(math.log2(heads))
@@ -188,12 +244,6 @@ def unpack_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of shape (B, H, T, D) as views of a packed (B, T, 3, H, D) buffer."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
-
-
-def _preserve() -> Any:
-    import torch
-
-    return torch.preserve_format
 
 
 def _laid_out(w: Workload, normal: Any, dtype: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -233,11 +283,7 @@ def _add_options(inputs: Inputs, normal: Any, generator: Any) -> None:
     if w.dropout:
         keep = torch.rand(w.B, w.H, w.L, w.S, generator=generator, device=device)
         inputs.dropout_keep = keep >= w.dropout
-    inputs.visible_pairs = w.visible_pairs()
-    if inputs.mask is not None:
-        visible = inputs.visible()
-        per_head = visible.sum().item() * (w.B / visible.shape[0]) * (w.L / visible.shape[2]) * (w.S / visible.shape[3])
-        inputs.visible_pairs = round(per_head / visible.shape[1])
+    inputs.visible_pairs = count_visible_pairs(inputs)
 
 
 def _random_mask(w: Workload, generator: Any, device: str) -> Tensor:
@@ -248,7 +294,9 @@ def _random_mask(w: Workload, generator: Any, device: str) -> Tensor:
     mask = torch.rand(shape, generator=generator, device=device) < 0.7
     if shape[2] == w.L and shape[3] == w.S and w.S > 0:
         rows = torch.arange(w.L, device=device)
-        mask[:, :, rows, (rows + w.query_offset(0)).clamp(0, w.S - 1)] = True
+        for b in range(w.B if w.lengths is not None else min(w.B, 1)):
+            own = (rows + w.query_offset(b)).clamp(0, max(w.key_length(b) - 1, 0))
+            mask[b if w.lengths is not None and shape[0] > 1 else slice(None), :, rows, own] = True
     elif shape[3] == w.S and w.S > 0:
         mask[..., 0] = True
     else:
@@ -257,32 +305,8 @@ def _random_mask(w: Workload, generator: Any, device: str) -> Tensor:
 
 
 TILE_EDGES = (
-    0,
-    1,
-    15,
-    16,
-    31,
-    32,
-    63,
-    64,
-    65,
-    79,
-    80,
-    95,
-    96,
-    111,
-    112,
-    127,
-    128,
-    129,
-    175,
-    176,
-    191,
-    192,
-    255,
-    256,
-    257,
-)
+    0, 1, 15, 16, 31, 32, 63, 64, 65, 79, 80, 95, 96, 111, 112, 127, 128, 129, 175, 176, 191, 192, 255, 256, 257
+)  # fmt: skip
 
 
 def _plain(inputs: Inputs, generator: Any) -> None:
@@ -290,37 +314,74 @@ def _plain(inputs: Inputs, generator: Any) -> None:
 
 
 def _needles(inputs: Inputs, generator: Any) -> None:
-    """Each planted key j equals a strong copy of one query i that sees it, so row i hangs on key j alone."""
+    """Each planted key is a multiple of one query that sees it, so that this row's output hangs on that key.
+
+    Its logit exceeds by NEEDLE_MARGIN what all other keys together have on standard normal inputs, log S.
+    """
+    import torch
+
+    w, device = inputs.workload, inputs.q.device
+    planted = _plan_needles(inputs, generator)
+    if not planted:
+        return
+    b, kv, key, head, row, distance = torch.tensor(planted, device=device).unbind(-1)
+    query = inputs.q[b, head, row].float()
+    target = torch.full((len(planted),), math.log(max(w.S, 1)) + NEEDLE_MARGIN, device=device)
+    if inputs.alibi_slopes is not None:
+        target += inputs.alibi_slopes[head] * distance
+    strength = target / (w.effective_scale * query.square().sum(-1)).nan_to_num()
+    inputs.k[b, kv, key] = (query * strength.clamp(-VALUE_LIMIT, VALUE_LIMIT)[:, None]).to(inputs.k.dtype)
+
+
+def _plan_needles(inputs: Inputs, generator: Any) -> list[tuple[int, int, int, int, int, int]]:
+    """(b, kv head, key, query head, row, distance of row and key); each key and each (head, row) at most once."""
     import torch
 
     w = inputs.workload
-    low, high = (t.tolist() for t in inputs.row_bounds())
     edges = sorted({e for e in (*TILE_EDGES, *(w.S - 1 - e for e in TILE_EDGES)) if 0 <= e < w.S})
-    count = min(w.S, 16)
-    random = (
-        torch.randint(0, max(w.S, 1), (count,), generator=generator, device=inputs.q.device).tolist() if w.S else []
-    )
-    used: set[int] = set()
-    for b in range(w.B):
-        used.clear()
-        for position, key in enumerate(dict.fromkeys(edges + random)):
-            row = _row_for(key, low[b], high[b], used, position)
-            if row is None:
+    count = (min(w.S, 16),)
+    random = torch.randint(0, max(w.S, 1), count, generator=generator, device=inputs.q.device).tolist()
+    keys = list(dict.fromkeys(edges + random))
+    low, high = (t.tolist() for t in inputs.row_bounds())
+    low, high = (rows * w.B if len(rows) == 1 else rows for rows in (low, high))
+    found = []
+    for b in range(w.B if w.L else 0):
+        first, last = min(low[b]), max(high[b])
+        for kv in range(w.H_kv):
+            turn = (b * w.H_kv + kv) * 7 % max(len(keys), 1)  # where rows are few, each head tries other keys
+            free = _FreeRows(inputs, b, kv, low[b], high[b])
+            for salt, key in enumerate(keys[turn:] + keys[:turn]):
+                slot = free.take(key, salt) if first <= key < last else None
+                if slot is not None:
+                    found.append((b, kv, key, *slot, abs(slot[1] + w.query_offset(b) - key)))
+    return found
+
+
+class _FreeRows:
+    """The (query head, row) pairs of one key/value head that no needle uses yet."""
+
+    def __init__(self, inputs: Inputs, b: int, kv: int, low: list[int], high: list[int]) -> None:
+        w = inputs.workload
+        self.w, self.b, self.low, self.high = w, b, low, high
+        self.heads = range(kv * w.group, (kv + 1) * w.group)
+        self.mask = None if inputs.mask is None else inputs.mask.expand(w.B, w.H, w.L, w.S)[b]
+        self.used: set[tuple[int, int]] = set()
+
+    def take(self, key: int, salt: int) -> tuple[int, int] | None:
+        """A pair that sees ``key``: near it under ALiBi, which silences what is far, else spread by ``salt``."""
+        rows = len(self.low)
+        start = key - self.w.query_offset(self.b) if self.w.alibi else key + salt * 37
+        column = None if self.mask is None else self.mask[:, :, key].tolist()
+        for step in range(rows):
+            row = (start + step) % rows
+            if not self.low[row] <= key < self.high[row]:
                 continue
-            used.add(row)
-            strength = 6.0 / max(abs(w.effective_scale) * w.D, 1e-6)
-            for kv in range(w.H_kv):
-                inputs.k[b, kv, key] = inputs.q[b, kv * w.group + position % w.group, row] * max(strength, 1.0)
-
-
-def _row_for(key: int, low: list[int], high: list[int], used: set[int], salt: int) -> int | None:
-    """A row, not yet used, that sees ``key``; spread over the sequence by ``salt``."""
-    rows = len(low)
-    for step in range(rows):
-        row = (key + salt * 37 + step) % rows
-        if row not in used and low[row] <= key < high[row]:
-            return row
-    return None
+            for turn in range(len(self.heads)):
+                head = self.heads[(salt + turn) % len(self.heads)]
+                if (head, row) not in self.used and (column is None or column[head][row]):
+                    self.used.add((head, row))
+                    return head, row
+        return None
 
 
 def _large(inputs: Inputs, generator: Any) -> None:
@@ -332,19 +393,20 @@ def _shifted(inputs: Inputs, generator: Any) -> None:
     """Feature 0 of every q and k becomes a constant whose product moves every logit by the same amount."""
     del generator
     scale = inputs.workload.effective_scale
-    if scale == 0:
-        return
+    if abs(scale) * 32.0 * VALUE_LIMIT < abs(SHIFTED_LOGIT):
+        return  # a scale this small leaves no logit to shift
     inputs.q[..., 0] = 32.0
     inputs.k[..., 0] = SHIFTED_LOGIT / (32.0 * scale)
+    if inputs.sinks is not None:
+        inputs.sinks += SHIFTED_LOGIT
 
 
 def _peaky(inputs: Inputs, generator: Any) -> None:
-    """One key in sixteen is eight times as long: softmax rows become nearly one-hot."""
+    """One key in sixteen, and at least one, is eight times as long: softmax rows become nearly one-hot."""
     import torch
 
-    S = inputs.workload.S
-    long = torch.rand(S, generator=generator, device=inputs.k.device) < 1 / 16
-    inputs.k[:, :, long] *= 8
+    chance = torch.rand(inputs.workload.S, generator=generator, device=inputs.k.device)
+    inputs.k[:, :, (chance < 1 / 16) | (chance == chance.amin(0) if len(chance) else False)] *= 8
 
 
 _SHAPERS = {"plain": _plain, "needles": _needles, "large": _large, "shifted": _shifted, "peaky": _peaky}

@@ -183,14 +183,14 @@ def _inputs(ask: Ask) -> Inputs:
     if _state.get("inputs_key") != key:
         _state.pop("inputs", None)
         _state.update(inputs=make_inputs(ask.workload, ask.device, ask.seed), inputs_key=key)
-    return _state["inputs"]  # type: ignore[no-any-return]
+    return _state["inputs"]
 
 
 def _cache(ask: Ask) -> ReferenceCache:
     if "cache" not in _state:
         _state["cache"] = ReferenceCache()
     del ask
-    return _state["cache"]  # type: ignore[no-any-return]
+    return _state["cache"]
 
 
 def _find(ask: Ask, name: str) -> Implementation:
@@ -249,7 +249,7 @@ def _copies(ask: Ask, inputs: Inputs, count: int) -> list[Inputs]:
     if _state.get("copies_key") != key:
         _state.update(copies=[inputs.clone() for _ in range(count)], copies_key=key)
     del ask
-    return _state["copies"]  # type: ignore[no-any-return]
+    return _state["copies"]
 
 
 def _synchronise(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""What ``attnscope list`` shows: every implementation, what its sheet claims, why it cannot run here. Needs no torch."""
+"""What ``attnscope list`` shows: each implementation's sheet, and why it cannot run here. Needs no torch."""
 
 from __future__ import annotations
 

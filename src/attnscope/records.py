@@ -6,6 +6,8 @@ Everyone may import this module; it imports no stage. A records file holds one `
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,6 +23,7 @@ SCHEMA_VERSION = 1
 STATUSES = ("ok", "approximate", "skipped", "check_failed", "failed")
 GRADES = ("tight", "loose", "approximate", "failed")
 MEASURED_STATUSES = ("ok", "approximate")
+VERDICT_WORDS = ("faster", "slower", "same", "too close to call")
 LIMIT_TERMS = ("matrix", "exponentials", "bandwidth", "launch")
 
 
@@ -77,7 +80,8 @@ class Measurement:
 
     ``time_ms_*`` is isolated: on a GPU the time between events around one call, L2 evicted, host gaps hidden; on a CPU
     wall time. ``sustained_ms_median`` is the mean call time of one-second blocks. ``limit_ms`` is the largest term of
-    the limits measured in the same run, ``vs_limit`` = limit_ms / time_ms_median.
+    the limits measured in the same run, ``vs_limit`` = limit_ms / time_ms_median. ``noise_fraction`` is half the way
+    from p20 to p80 over the median. ``notes`` say what a reader of a number must know, or why one is missing.
     """
 
     direction: str
@@ -105,6 +109,7 @@ class Measurement:
     limit_term: str | None = None
     vs_limit: float | None = None
     threads: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(
@@ -114,6 +119,9 @@ class Measurement:
         ordered = self.time_ms_p20 <= self.time_ms_median <= self.time_ms_p80
         _require(ordered, "times must be ordered p20 <= median <= p80")
         _require(self.samples > 0, f"samples must be above 0, got {self.samples}")
+        for name, value in vars(self).items():  # JSON has no NaN and no infinity: they would be read back as missing
+            finite = not isinstance(value, float) or math.isfinite(value)
+            _require(finite, f"{name} must be finite, or None where it is missing, got {value}")
         _require(
             self.limit_term in (None, *LIMIT_TERMS), f"limit_term must be one of {LIMIT_TERMS}, got {self.limit_term!r}"
         )
@@ -136,13 +144,17 @@ class Verdict:
     ratio_high: float
     sustained_ratio: float | None = None
 
+    def __post_init__(self) -> None:
+        _require(self.word in VERDICT_WORDS, f"verdict must be one of {', '.join(VERDICT_WORDS)}, got {self.word!r}")
+
 
 @dataclass(frozen=True)
 class KernelEvent:
     """One GPU kernel, copy or fill of one call (on a CPU: one op), in order.
 
     ``start_us`` counts from the call's first event. ``unit`` is tensor core, CUDA core, memory or unknown,
-    ``unit_rule`` what decided it. ``op`` is the torch op that launched it.
+    ``unit_rule`` what decided it. ``op`` is the torch op that launched it. Occupancies are percent of the resident warps
+    that a multiprocessor holds: as the trace shows it, and recomputed with the opt-in limit of shared memory.
     """
 
     direction: str
@@ -218,7 +230,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Limits:
-    """What this card can do, measured in this run. Rates in 1e12 FLOP/s, 1e9 bytes/s, 1e12 exponentials/s."""
+    """What this card can do, measured in this run. Rates in 1e12 FLOP/s, 1e9 bytes/s, 1e12 exponentials/s.
+
+    ``event_floor_us`` is what an empty pair of events reads, ``launch_floor_us`` the smallest kernel between two; both
+    are part of every GPU time and are never subtracted. ``cache_bytes`` is the last level cache, ``sm_clock_mhz`` the
+    clock under a matrix product.
+    """
 
     device: str
     matrix_tflop_per_s: dict[str, float] = field(default_factory=dict)
@@ -226,7 +243,12 @@ class Limits:
     copy_gb_per_s: float | None = None
     exponentials_t_per_s: float | None = None
     launch_floor_us: float | None = None
+    event_floor_us: float | None = None
+    cache_bytes: int | None = None
+    sm_clock_mhz: float | None = None
+    threads: int | None = None
     source: str = "measured in this run"
+    exponentials_source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -271,6 +293,10 @@ class Result:
             self.status != "skipped" or any(self.reasons.values()), f"{self.implementation}: skipped without a reason"
         )
         _require(self.status != "failed" or bool(self.error), f"{self.implementation}: failed without an error")
+        refuted = self.check is not None and not self.check.passed
+        _require(
+            self.status != "check_failed" or refuted, f"{self.implementation}: check_failed without a check that failed"
+        )
         for direction in ("forward", "backward"):
             measured: Measurement | None = getattr(self, direction)
             _require(measured is None or measured.direction == direction, f"{direction} holds another direction's time")
@@ -335,10 +361,12 @@ def write_run(run: Run, path: Path) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RecordError(
             f"cannot write {path}: {error.strerror or error}\nhint: free some space, or --out another folder"
         ) from None
+    finally:  # also after Ctrl-C; gone already where the write went well
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def run_lines(run: Run) -> Iterator[bytes]:
@@ -359,7 +387,9 @@ def read_runs(path: Path) -> list[Run]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror or error}") from None
+        raise RecordError(
+            f"cannot read {path}: {error.strerror or error}\nhint: a run.jsonl is written by attnscope compare"
+        ) from None
     return parse_runs(lines, str(path))
 
 
@@ -374,7 +404,9 @@ def parse_runs(lines: Iterable[bytes], where: str) -> list[Run]:
             runs.append(_convert(body, Run, f"{where}:{number}"))
             continue
         if not runs:
-            raise RecordError(f"{where}:{number}: a {kind} line stands before any run line")
+            raise RecordError(
+                f"{where}:{number}: a {kind} line stands before any run line\nhint: the file's first line is missing"
+            )
         if kind == "limits":
             runs[-1] = replace(runs[-1], limits=_convert(body, Limits, f"{where}:{number}"))
         else:
@@ -402,13 +434,20 @@ def _line(kind: str, record: Any) -> bytes:
 def _open(line: bytes, where: str) -> tuple[str, dict[str, Any]]:
     try:
         body = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        raise RecordError(f"{where}: not JSON: {error}") from None
-    if not isinstance(body, dict) or body.get("record") not in ("run", "limits", "result"):
-        raise RecordError(f"{where}: a line must be a record of kind run, limits or result")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RecordError(f"{where}: not JSON: {error}\nhint: a line that breaks off was cut; remove it") from None
+    if not isinstance(body, dict) or "record" not in body:
+        raise RecordError(
+            f"{where}: a line must be a record, an object with record and schema_version\n"
+            "hint: a run.jsonl is written by attnscope compare"
+        )
     version = body.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise RecordError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}\nhint: update attnscope")
+    if body["record"] not in ("run", "limits", "result"):
+        raise RecordError(
+            f"{where}: record must be run, limits or result, got {body['record']!r}\nhint: remove the line"
+        )
     return body.pop("record"), body
 
 
@@ -416,7 +455,7 @@ def _convert(body: Any, kind: type[R], where: str) -> R:
     try:
         return msgspec.convert(body, kind)
     except (msgspec.ValidationError, RecordError) as error:
-        raise RecordError(f"{where}: {error}") from None
+        raise RecordError(f"{where}: {error}\nhint: the line was edited or cut; run attnscope compare again") from None
 
 
 def _require(holds: bool, sentence: str) -> None:

@@ -17,20 +17,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnscope.inputs import Inputs, Tensor, row_bounds, torch_dtype
+from attnscope.inputs import Inputs, Tensor, count_visible_pairs, row_bounds, torch_dtype
 from attnscope.workload import Workload
 
-CHUNK_ELEMENTS = 2**22  # 32 MiB a float64 score chunk; about ten of them live at once
+# Scores a chunk holds; twenty float64 chunks live at once. 512 KiB stay in a CPU's cache, which measures 2.5 times as
+# fast as 32 MiB; a GPU wants few launches.
+CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 
 
 @dataclass(frozen=True)
 class Precision:
     """How numbers are kept. ``compute`` holds scores and sums, ``operand`` what matrix products read (``tf32`` or the
-    same), ``storage`` what P, dS and the results are rounded to (None: not at all)."""
+    same), ``storage`` what P, dS and the results are rounded to (None: not at all), ``scores`` what each step of the
+    scores and dP are rounded to (None: not at all; an implementation that writes them out rounds them too)."""
 
     compute: str = "fp64"
     operand: str | None = None
     storage: str | None = None
+    scores: str | None = None
 
     def load(self, tensor: Tensor) -> Tensor:
         """An input as a matrix product reads it."""
@@ -44,6 +48,10 @@ class Precision:
         """Rounded to the storage type, kept in the compute type."""
         return tensor if self.storage is None else tensor.to(torch_dtype(self.storage)).to(tensor.dtype)
 
+    def step(self, tensor: Tensor) -> Tensor:
+        """A step of the scores, or dP, as it is kept."""
+        return tensor if self.scores is None else tensor.to(torch_dtype(self.scores)).to(tensor.dtype)
+
 
 EXACT = Precision()
 
@@ -52,7 +60,8 @@ def twin_precision(dtype: str, compute: str) -> Precision:
     """What a good kernel does with inputs of ``dtype`` and scores in ``compute``, and no more than that."""
     if dtype == "fp64":
         return EXACT
-    return Precision(compute="fp32", operand="tf32" if compute == "tf32" else None, storage=dtype)
+    scores = compute if compute in ("bf16", "fp16") else None
+    return Precision(compute="fp32", operand="tf32" if compute == "tf32" else None, storage=dtype, scores=scores)
 
 
 @dataclass
@@ -79,6 +88,30 @@ class Attention:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
+@dataclass
+class Chunk:
+    """The intermediates of one chunk of rows, float64, n units x G heads x R rows x C keys, for an error model.
+
+    ``raw`` are the scores before softcap, bias and ALiBi, ``scores`` after them and masked; ``delta``, ``grad_p``,
+    ``grad_s`` (before softcap), ``reach`` = |dO||V|^T and ``row_scale`` = rowsum |dO * O| belong to the backward.
+    """
+
+    raw: Tensor
+    scores: Tensor
+    probabilities: Tensor
+    weights: Tensor
+    lse: Tensor
+    out: Tensor
+    keep: Any = None
+    sink: Any = None
+    cap: Any = None
+    grad_p: Any = None
+    grad_s: Any = None
+    delta: Any = None
+    reach: Any = None
+    row_scale: Any = None
+
+
 @dataclass(frozen=True)
 class Sample:
     """The (batch, key/value head) pairs that are compared: each of ``batches`` with each of ``kv_heads``."""
@@ -103,7 +136,7 @@ def sample_heads(workload: Workload, seed: int, max_pairs: int) -> Sample:
     whole_batch = w.sinks or (bias is not None and bias[0] == 1)
     whole_heads = bias is not None and bias[1] == 1
     generator = random.Random(seed)
-    n_kv = w.H_kv if whole_heads else min(w.H_kv, max(1, wanted // w.B if whole_batch else round(wanted**0.5)))
+    n_kv = w.H_kv if whole_heads else min(w.H_kv, max(1, wanted // max(w.B, 1) if whole_batch else round(wanted**0.5)))
     n_b = w.B if whole_batch else min(w.B, max(1, wanted // n_kv))
     n_kv = w.H_kv if whole_heads else min(w.H_kv, max(n_kv, wanted // max(n_b, 1)))
     return Sample(
@@ -142,10 +175,10 @@ def select(inputs: Inputs, sample: Sample) -> Inputs:
         dropout_keep=broadcast(inputs.dropout_keep),
         alibi_slopes=None if inputs.alibi_slopes is None else inputs.alibi_slopes[heads],
         sinks=None if inputs.sinks is None else inputs.sinks[heads],
-        visible_pairs=inputs.visible_pairs,
     )
     if lengths is not None:
         chosen.lengths = torch.tensor(lengths, dtype=torch.int32, device=inputs.q.device)
+    chosen.visible_pairs = count_visible_pairs(chosen)
     return chosen
 
 
@@ -154,25 +187,23 @@ def compute_attention(inputs: Inputs, *, precision: Precision = EXACT, backward:
 
     Returns tensors in the precision's compute type, on the inputs' device, contiguous.
     """
-    work = _Work(inputs, precision, backward)
-    for units in work.unit_chunks():
-        work.load_units(units)
-        for rows in work.row_chunks():
-            work.run_rows(rows)
-        work.store_units(units)
-    return work.finish()
+    return Work(inputs, precision, backward).run()
 
 
 def round_tf32(tensor: Tensor) -> Tensor:
     """float32 rounded to TF32's 10-bit mantissa, nearest, ties away (what cvt.rna.tf32 does; PTX ISA, cvt)."""
     import torch
 
-    bits = tensor.float().contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    exact = tensor.float().contiguous()
+    rounded = ((exact.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(exact.isfinite(), rounded, exact)
 
 
-class _Work:
-    """One pass over (unit, row) chunks; a unit is one (batch, key/value head) with its group of query heads."""
+class Work:
+    """One pass over (unit, row) chunks; a unit is one (batch, key/value head) with its group of query heads.
+
+    A subclass may override :meth:`observe` to see the intermediates of the exact pass.
+    """
 
     def __init__(self, inputs: Inputs, precision: Precision, backward: bool) -> None:
         import torch
@@ -184,9 +215,22 @@ class _Work:
         self.units = [(b, kv) for b in range(w.B) for kv in range(w.H_kv)]
         self.result = self._empty_result()
         self.low, self.high = row_bounds(w, "cpu")
-        self.row_step = max(1, min(w.L, CHUNK_ELEMENTS // max(1, w.group * w.S)))
-        self.unit_step = max(1, CHUNK_ELEMENTS // max(1, w.group * self.row_step * w.S))
+        chunk = CHUNK_ELEMENTS[inputs.q.device.type]
+        self.row_step = max(1, min(w.L, chunk // max(1, w.group * w.S)))
+        self.unit_step = max(1, chunk // max(1, w.group * self.row_step * w.S))
         self.keys = torch.arange(w.S, device=inputs.q.device)
+
+    def run(self) -> Attention:
+        """The whole pass."""
+        for units in self.unit_chunks():
+            self.load_units(units)
+            for rows in self.row_chunks():
+                self.run_rows(rows)
+            self.store_units()
+        return self.finish()
+
+    def observe(self, rows: slice, columns: slice, chunk: Chunk) -> None:
+        """Called with each chunk of the exact pass."""
 
     def _empty_result(self) -> Attention:
         import torch
@@ -213,10 +257,12 @@ class _Work:
         return result
 
     def unit_chunks(self) -> Iterator[list[tuple[int, int]]]:
+        """Units that fit in memory together."""
         for start in range(0, len(self.units), self.unit_step):
             yield self.units[start : start + self.unit_step]
 
     def row_chunks(self) -> Iterator[slice]:
+        """Rows that fit in memory together."""
         for start in range(0, self.w.L, self.row_step):
             yield slice(start, min(start + self.row_step, self.w.L))
 
@@ -243,31 +289,32 @@ class _Work:
         chosen = self.b.cpu()
         low, high = self.low[chosen][:, rows], self.high[chosen][:, rows]
         columns = slice(int(low.min()), max(int(low.min()), int(high.max())))
-        probabilities, sink, cap, lse = self._softmax(rows, columns, low, high)
-        weights, keep = self._dropped(probabilities, rows, columns)
+        chunk = self._softmax(rows, columns, low, high)
         store, multiply = self.precision.store, self.precision.multiply
-        out = store(multiply(store(weights)) @ self.v[:, None, columns])
-        self._put("out", rows, out)
-        self._put("lse", rows, lse)
+        chunk.out = store(multiply(store(chunk.weights)) @ self.v[:, None, columns])
+        self._put("out", rows, chunk.out)
+        self._put("lse", rows, chunk.lse)
         if self.exact:
-            self._put_scale("out", rows, weights @ self.v[:, None, columns].abs())
+            self._put_scale("out", rows, chunk.weights @ self.v[:, None, columns].abs())
         if self.backward:
-            self._backward(rows, columns, probabilities, weights, keep, sink, cap, out)
+            self._backward(rows, columns, chunk)
+        if self.exact:
+            self.observe(rows, columns, chunk)
 
-    def _softmax(self, rows: slice, columns: slice, low: Tensor, high: Tensor) -> tuple[Any, Any, Any, Any]:
-        """Probabilities (n, G, R, C), the sink's share (n, G, R, 1) or None, softcap's derivative or None, lse."""
+    def _softmax(self, rows: slice, columns: slice, low: Tensor, high: Tensor) -> Chunk:
+        """Everything up to the probabilities (n, G, R, C), the sink's share (n, G, R, 1) and lse (n, G, R)."""
         import torch
 
-        w, inputs = self.w, self.inputs
-        scores = (self.q[:, :, rows] @ self.k[:, None, columns].transpose(-1, -2)) * w.effective_scale
+        w, inputs, step = self.w, self.inputs, self.precision.step
+        raw = scores = step(step(self.q[:, :, rows] @ self.k[:, None, columns].transpose(-1, -2)) * w.effective_scale)
         cap = None
         if w.softcap is not None:
-            squashed = torch.tanh(scores / w.softcap)
-            scores, cap = squashed * w.softcap, 1 - squashed**2
+            squashed = step(torch.tanh(step(scores / w.softcap)))
+            scores, cap = step(squashed * w.softcap), 1 - squashed**2
         if inputs.bias is not None:
-            scores = scores + self._dense(inputs.bias, rows, columns)
+            scores = step(scores + self._dense(inputs.bias, rows, columns))
         if inputs.alibi_slopes is not None:
-            scores = scores + self._alibi(rows, columns)
+            scores = step(scores + self._alibi(rows, columns))
         device = self.keys.device
         keys = self.keys[columns]
         visible = (keys >= low.to(device)[..., None]) & (keys < high.to(device)[..., None])
@@ -288,7 +335,9 @@ class _Work:
         total = exponentials.sum(-1, keepdim=True) + (0 if sink is None else sink)
         lse = (torch.log(total) + shift).squeeze(-1)
         total = total.masked_fill(total == 0, 1)
-        return exponentials / total, None if sink is None else sink / total, cap, lse
+        probabilities, sink = exponentials / total, None if sink is None else sink / total
+        weights, keep = self._dropped(probabilities, rows, columns)
+        return Chunk(raw, scores, probabilities, weights, lse, out=lse, keep=keep, sink=sink, cap=cap)
 
     def _dropped(self, probabilities: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Probabilities after dropout, and what dropout multiplied them by."""
@@ -297,32 +346,34 @@ class _Work:
         keep = self._dense(self.inputs.dropout_keep, rows, columns).to(probabilities.dtype) / (1 - self.w.dropout)
         return probabilities * keep, keep
 
-    def _backward(
-        self, rows: slice, columns: slice, p: Tensor, weights: Tensor, keep: Any, sink: Any, cap: Any, out: Tensor
-    ) -> None:
+    def _backward(self, rows: slice, columns: slice, chunk: Chunk) -> None:
         store, multiply, scale = self.precision.store, self.precision.multiply, self.w.effective_scale
         q, k, v, grad = self.q[:, :, rows], self.k[:, columns], self.v[:, columns], self.grad_out[:, :, rows]
+        p, weights, keep, sink, cap, out = (
+            chunk.probabilities, chunk.weights, chunk.keep, chunk.sink, chunk.cap, chunk.out
+        )  # fmt: skip
         delta = (grad * out).sum(-1, keepdim=True)
-        grad_p = grad @ v[:, None].transpose(-1, -2)
+        grad_p = self.precision.step(grad @ v[:, None].transpose(-1, -2))
         grad_s = p * ((grad_p if keep is None else grad_p * keep) - delta)
         grad_raw = grad_s if cap is None else grad_s * cap
         rounded = multiply(store(grad_raw))
         self._put("dq", rows, store(rounded @ k[:, None] * scale))
         self.parts["dk"][:, columns] += (rounded.transpose(-1, -2) @ q).sum(1) * scale
         self.parts["dv"][:, columns] += (multiply(store(weights)).transpose(-1, -2) @ grad).sum(1)
-        self._add_bias("dbias", grad_s, rows, columns)
-        self._add_sinks("dsinks", sink, -delta)
+        self._add_bias(self.result.dbias, grad_s, rows, columns)
+        self._add_sinks(self.result.dsinks, sink, -delta)
         if not self.exact:
             return
         row_scale = (grad * out).abs().sum(-1, keepdim=True)
         reach = grad.abs() @ v[:, None].abs().transpose(-1, -2)
+        chunk.grad_p, chunk.grad_s, chunk.delta, chunk.reach, chunk.row_scale = grad_p, grad_s, delta, reach, row_scale
         a = p * ((reach if keep is None else reach * keep) + row_scale)
         a_raw = a if cap is None else a * cap
         self._put_scale("dq", rows, a_raw @ k[:, None].abs() * abs(scale))
         self.parts["dk_scale"][:, columns] += (a_raw.transpose(-1, -2) @ q.abs()).sum(1) * abs(scale)
         self.parts["dv_scale"][:, columns] += (weights.transpose(-1, -2) @ grad.abs()).sum(1)
-        self._add_bias("dbias", a, rows, columns, scales=True)
-        self._add_sinks("dsinks", sink, row_scale, scales=True)
+        self._add_bias(self.result.scales.get("dbias"), a, rows, columns)
+        self._add_sinks(self.result.scales.get("dsinks"), sink, row_scale)
 
     def _dense(self, tensor: Tensor, rows: slice, columns: slice) -> Tensor:
         """A tensor that broadcasts to (B, H, L, S), cut to (n, G, R, C) of the loaded units."""
@@ -340,10 +391,9 @@ class _Work:
         position = torch.arange(rows.start, rows.stop, device=device)[None, :, None] + offset
         return -slopes[..., None, None] * (position - self.keys[columns]).abs()[:, None]
 
-    def _add_bias(self, name: str, grad: Tensor, rows: slice, columns: slice, *, scales: bool = False) -> None:
-        if self.inputs.bias is None:
+    def _add_bias(self, target: Tensor | None, grad: Tensor, rows: slice, columns: slice) -> None:
+        if target is None:
             return
-        target = self.result.scales[name] if scales else getattr(self.result, name)
         for n, (b, kv) in enumerate(zip(self.b.tolist(), self.kv.tolist(), strict=True)):
             part = grad[n]
             heads = slice(kv * self.w.group, (kv + 1) * self.w.group)
@@ -355,10 +405,9 @@ class _Work:
                 where[0] = 0
             target[tuple(where)] += part
 
-    def _add_sinks(self, name: str, sink: Tensor | None, per_row: Tensor, *, scales: bool = False) -> None:
-        if sink is None:
+    def _add_sinks(self, target: Tensor | None, sink: Tensor | None, per_row: Tensor) -> None:
+        if target is None or sink is None:
             return
-        target = self.result.scales[name] if scales else getattr(self.result, name)
         heads = self.kv[:, None] * self.w.group + self.keys.new_tensor(range(self.w.group))
         target.index_add_(0, heads.flatten(), (sink * per_row).sum((-1, -2)).flatten())
 
@@ -368,8 +417,8 @@ class _Work:
     def _put_scale(self, name: str, rows: slice, value: Tensor) -> None:
         self._grouped(self.result.scales[name])[self.b, self.kv, :, rows] = value
 
-    def store_units(self, units: list[tuple[int, int]]) -> None:
-        del units
+    def store_units(self) -> None:
+        """Puts what the rows of the loaded units summed up into the result."""
         if not self.backward:
             return
         for name in ("dk", "dv"):
@@ -378,6 +427,7 @@ class _Work:
                 self.result.scales[name][self.b, self.kv] = self.parts[f"{name}_scale"]
 
     def finish(self) -> Attention:
+        """The result, once every chunk is done."""
         if self.result.dbias is not None:
             self.result.dbias = self.precision.store(self.result.dbias)
         return self.result

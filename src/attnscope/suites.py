@@ -80,17 +80,8 @@ def find_workloads(names: list[str]) -> list[Workload]:
     for name in names:
         if name in SUITES:
             found.update(dict.fromkeys(SUITES[name]))
-        elif "," not in name and not any(letter.isdigit() for letter in name):
-            raise WorkloadError(str(UnknownName("suite", name, SUITES)))
+        elif "," not in name:  # no workload can be spelled in one word: it names at least H, L and D
+            raise WorkloadError(f"{UnknownName('suite', name, SUITES)} (a workload reads like {SUITES['blog'][0]})")
         else:
-            found[_parse(name)] = None
+            found[Workload.parse(name)] = None
     return list(found)
-
-
-def _parse(name: str) -> Workload:
-    try:
-        return Workload.parse(name)
-    except WorkloadError as error:
-        if "," in name:
-            raise
-        raise WorkloadError(f"{error}\nhint: or one of the suites: {', '.join(SUITES)}") from None

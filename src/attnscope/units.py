@@ -5,6 +5,7 @@ Missing is ``None`` and is shown as ``MISSING``; it is never 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 MISSING = "–"
@@ -18,9 +19,9 @@ def format_ms(value: float | None) -> str:
     """A time in milliseconds, shown with three significant digits in the unit that suits it."""
     if value is None:
         return MISSING
-    if value < 1.0:
+    if abs(value) < 0.9995:  # what three digits round up to 1 belongs to the next unit
         return f"{significant(value * 1e3)} µs"
-    return f"{significant(value)} ms" if value < 1e3 else f"{significant(value / 1e3)} s"
+    return f"{significant(value)} ms" if abs(value) < 999.5 else f"{significant(value / 1e3)} s"
 
 
 def format_us(value: float | None) -> str:
@@ -45,16 +46,11 @@ def format_bytes(value: float | None) -> str:
 
 def significant(value: float, digits: int = 3) -> str:
     """``value`` with ``digits`` significant digits and no exponent from 0.001 up to a million."""
-    if value == 0:
-        return "0"
-    magnitude = abs(value)
-    if magnitude < 1e-3 or magnitude >= 1e6:
-        return f"{value:.{digits - 1}e}"
-    whole = len(str(int(magnitude))) if magnitude >= 1 else 0
-    if whole >= digits:
-        return f"{value:,.0f}"
-    rounded = f"{value:.{digits}g}"
-    return f"{float(rounded):.{max(digits - whole, 0)}f}" if whole else rounded
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    rounded = f"{value:.{digits - 1}e}"
+    exponent = int(rounded.partition("e")[2])
+    return rounded if not -3 <= exponent < 6 else f"{value:,.{max(digits - 1 - exponent, 0)}f}"
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -159,7 +159,7 @@ class InProcess:
 def load(function: str) -> Callable[..., Any]:
     """The function that ``module:name`` names."""
     module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), name)
 
 
 def describe(error: BaseException) -> tuple[str, str, str]:

@@ -1,10 +1,8 @@
 """Stage 1: a workload is a concrete attention problem, spelled the same everywhere.
 
 Reads nothing, writes nothing; imports neither torch nor a later stage, so that a laptop can count the FLOPs of a
-stranger's record. :mod:`attnscope.inputs` makes its tensors, :mod:`attnscope.reference` its truth.
-
-Spelling: ``B8,H32/8,L1024,S2048,D64,Dv128,bf16,causal=bottom_right,window=512,softcap=30,scale=0.1,alibi,sinks,
-mask=bool,bias=bf16:1xHxLxS,lengths=7/5/0,packed=300/212/0/512,dropout=0.1,layout=blhd``.
+stranger's record. :mod:`attnscope.spelling` reads and writes its words, :mod:`attnscope.inputs` makes
+its tensors, :mod:`attnscope.reference` its truth.
 
 Geometry: query ``i`` of batch ``b`` stands at key position ``p = i`` (``top_left``, the default) or
 ``p = i + S_b - L`` (``bottom_right``; ``S_b`` is ``lengths[b]``, else ``S``). It sees key ``j`` when all of these
@@ -18,12 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attnscope.errors import UnknownName, WorkloadError
+from attnscope.spelling import EXAMPLES, parse_fields, spell
 from attnscope.units import DTYPE_BYTES
 
 DIRECTIONS = ("forward", "backward")
@@ -73,21 +73,26 @@ class Workload:
                 object.__setattr__(self, name, default)
         if self.bias is not None and self.bias_shape is None:
             object.__setattr__(self, "bias_shape", "1xHxLxS")
+        for name in ("lengths", "packed"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         _validate(self)
 
     @classmethod
     def parse(cls, text: str) -> Workload:
         """The workload that ``text`` spells. Raises WorkloadError with what was wrong and a hint."""
-        return cls(**_parse_fields(text))  # type: ignore[arg-type]
+        return cls(**parse_fields(text))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """The canonical spelling; ``Workload.parse(str(w)) == w``."""
-        return ",".join(_spell(self))
+        return spell(self)
 
     @property
     def slug(self) -> str:
-        """The spelling as a file name."""
-        return re.sub(r"[^A-Za-z0-9.,_-]", "-", str(self))[:180]
+        """The spelling as a file name; a long one is cut and ends in a digest, so that no two workloads share it."""
+        text = str(self)
+        safe = re.sub(r"[^A-Za-z0-9.,_-]", "-", text)
+        return safe if len(safe) <= 180 else f"{safe[:167]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     @property
     def effective_scale(self) -> float:
@@ -166,8 +171,8 @@ class Workload:
     def min_bytes(self, direction: str) -> int:
         """Bytes that must move if each tensor is read or written once: no scores, no copies.
 
-        Forward: q, k, v, bias, mask in; out. Backward: q, k, v, bias, mask, out, dO, lse in; dq, dk, dv, dbias out.
-        Keys beyond ``lengths`` are not counted.
+        Forward: q, k, v, bias, mask, the given dropout mask in; out. Backward: those, out, dO and lse in; dq, dk, dv,
+        dbias out. Keys beyond ``lengths`` are not counted.
         """
         size = DTYPE_BYTES[self.dtype]
         keys = sum(self.key_length(b) for b in range(self.B)) if self.lengths is not None else self.B * self.S
@@ -175,6 +180,7 @@ class Workload:
         out = self.B * self.H * self.L * self.D_v * size
         k, v = keys * self.H_kv * self.D * size, keys * self.H_kv * self.D_v * size
         mask = math.prod(self.broadcast_shape(self.mask)) if self.mask else 0
+        mask += self.B * self.H * self.L * self.S if self.dropout else 0
         bias = math.prod(self.broadcast_shape(self.bias_shape)) * DTYPE_BYTES[self.bias] if self.bias else 0
         if direction == "forward":
             return q + k + v + out + mask + bias
@@ -197,6 +203,8 @@ class Workload:
         for name, source in (("S", "L"), ("H_kv", "H"), ("D_v", "D")):
             if source in changes and name not in changes and getattr(self, name) == getattr(self, source):
                 changes[name] = changes[source]
+        if "bias" in changes and changes["bias"] is None:
+            changes.setdefault("bias_shape", None)
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def _sequence_of(self, i: int) -> tuple[int, int]:
@@ -210,22 +218,43 @@ class Workload:
 
 @functools.lru_cache(maxsize=512)
 def _visible_pairs(workload: Workload) -> int:
-    alike = workload.lengths is None
-    batches = range(1) if alike else range(workload.B)
-    if workload.packed is not None:
-        # sequences are independent problems
-        return sum(_visible_pairs(workload.replace(L=n, S=n, packed=None)) for n in workload.packed if n)
-    if alike and workload.B == 0:
-        return 0
-    total = sum(high - low for b in batches for low, high in (workload.row_interval(b, i) for i in range(workload.L)))
-    return total * workload.B if alike else total
+    """The sum of ``row_interval``'s widths, in closed form: both ends of the interval are clamped straight lines."""
+    w = workload
+    if w.packed is not None:  # sequences are independent problems
+        return sum(_visible_pairs(w.replace(L=n, S=n, packed=None)) for n in w.packed)
+    if w.lengths is None:
+        return w.B * _pairs_of_batch(w, w.S, w.query_offset(0) if w.B else 0)
+    return sum(_pairs_of_batch(w, w.key_length(b), w.query_offset(b)) for b in range(w.B))
+
+
+def _pairs_of_batch(w: Workload, keys: int, offset: int) -> int:
+    high = w.L * keys
+    if w.causal:
+        high = _sum_clamped(offset + 1, w.L, keys)
+    elif w.window is not None:
+        high = _sum_clamped(offset + w.window, w.L, keys)
+    low = 0 if w.window is None else _sum_clamped(offset - w.window + 1, w.L, keys)
+    return high - low
+
+
+def _sum_clamped(first: int, count: int, cap: int) -> int:
+    """The sum of ``min(max(x, 0), cap)`` over ``count`` consecutive whole numbers from ``first``."""
+
+    def below(x: int) -> int:  # the same sum over all whole numbers up to x
+        inside = max(min(x, cap), 0)
+        return inside * (inside + 1) // 2 + max(x - cap, 0) * cap
+
+    return below(first + count - 1) - below(first - 1)
 
 
 def _validate(w: Workload) -> None:
     for name in ("B", "H", "H_kv", "L", "S", "D", "D_v"):
         size, least = getattr(w, name), 1 if name in ("H", "H_kv", "D", "D_v") else 0
-        if isinstance(size, bool) or not isinstance(size, int) or not least <= size <= MAX_SIZE:
-            raise WorkloadError(f"{name} must be a whole number from {least} to 2**31 - 1, got {size!r}")
+        if not _is_whole(size) or not least <= size <= MAX_SIZE:
+            spelled = {"H_kv": "H32/8", "D_v": "Dv64"}.get(name, f"{name}{max(least, 8)}")
+            raise WorkloadError(
+                f"{name} must be a whole number from {least} to 2**31 - 1, got {_show(size)}\nhint: e.g. {spelled}"
+            )
     if w.H % w.H_kv:
         raise WorkloadError(
             f"H must be a multiple of H_kv = {w.H_kv}, got {w.H}\n"
@@ -241,43 +270,85 @@ def _validate(w: Workload) -> None:
         if pattern is not None:
             _check_pattern(name, pattern)
     if w.bias is None and w.bias_shape is not None:
-        raise WorkloadError(f"bias_shape needs bias = a dtype, got bias_shape={w.bias_shape!r} alone")
+        raise WorkloadError(
+            f"bias_shape needs bias = a dtype, got bias_shape={w.bias_shape!r} alone\nhint: bias=bf16:{w.bias_shape}"
+        )
     _validate_numbers(w)
     _validate_ragged(w)
     if w.layout == "qkv" and (w.H != w.H_kv or w.L != w.S or w.D != w.D_v):
-        raise WorkloadError(f"layout=qkv packs q, k and v of one shape: it needs H = H_kv, L = S, D = D_v, got {w}")
+        raise WorkloadError(
+            f"layout=qkv packs q, k and v of one shape: it needs H = H_kv, L = S, D = D_v, got {w}\n"
+            "hint: layout=blhd keeps them apart"
+        )
 
 
 def _validate_numbers(w: Workload) -> None:
-    if w.window is not None and (not isinstance(w.window, int) or w.window < 1):
-        raise WorkloadError(f"window must be a whole number of keys, at least 1, got {w.window!r}")
-    for name in ("softcap", "scale"):
+    if w.window is not None and (not _is_whole(w.window) or not 1 <= w.window <= MAX_SIZE):
+        raise WorkloadError(
+            f"window must be a whole number of keys, at least 1, got {_show(w.window)}\nhint: e.g. window=512"
+        )
+    for name in ("softcap", "scale", "dropout"):
         value = getattr(w, name)
-        if value is not None and not math.isfinite(value):
-            raise WorkloadError(f"{name} must be finite, got {value!r}")
+        if value is None and name != "dropout":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise WorkloadError(f"{name} must be a finite number, got {value!r}\nhint: e.g. {EXAMPLES[name]}")
+        object.__setattr__(w, name, float(value))
     if w.softcap is not None and w.softcap <= 0:
-        raise WorkloadError(f"softcap must be above 0, got {w.softcap!r}")
+        raise WorkloadError(f"softcap must be above 0, got {w.softcap!r}\nhint: leave it out for no softcap")
     if not 0 <= w.dropout < 1:
-        raise WorkloadError(f"dropout must lie in [0, 1), got {w.dropout!r}")
+        raise WorkloadError(
+            f"dropout must lie in [0, 1), got {w.dropout!r}\nhint: it is the probability of dropping, e.g. dropout=0.1"
+        )
+    for name in ("alibi", "sinks"):
+        if not isinstance(getattr(w, name), bool):
+            raise WorkloadError(
+                f"{name} must be True or False, got {getattr(w, name)!r}\nhint: its numbers come from the seed"
+            )
 
 
 def _validate_ragged(w: Workload) -> None:
+    for name in ("lengths", "packed"):
+        value = getattr(w, name)
+        if value is not None and (not isinstance(value, tuple) or not value or not all(map(_is_whole, value))):
+            raise WorkloadError(
+                f"{name} must be one or more whole numbers, got {value!r}\nhint: e.g. {EXAMPLES[name]}, or leave it out"
+            )
     if w.lengths is not None:
         if len(w.lengths) != w.B:
-            raise WorkloadError(f"lengths must name one key length per batch entry, B = {w.B}, got {len(w.lengths)}")
+            raise WorkloadError(
+                f"lengths must name one key length per batch entry, B = {w.B}, got {len(w.lengths)}\n"
+                "hint: leave B out and it follows from lengths"
+            )
         if any(not 0 <= n <= w.S for n in w.lengths):
-            raise WorkloadError(f"lengths must lie in 0..S = {w.S}, got {'/'.join(map(str, w.lengths))}")
+            raise WorkloadError(
+                f"lengths must lie in 0..S = {w.S}, got {'/'.join(map(str, w.lengths))}\n"
+                "hint: S is the padded key length, lengths how many keys of it are real"
+            )
     if w.packed is not None:
         if w.lengths is not None:
-            raise WorkloadError("packed and lengths exclude each other: packed sequences carry no padding")
+            raise WorkloadError(
+                "packed and lengths exclude each other: packed sequences carry no padding\nhint: drop one of them"
+            )
         if any(n < 0 for n in w.packed):
-            raise WorkloadError(f"packed lengths must be 0 or more, got {'/'.join(map(str, w.packed))}")
+            raise WorkloadError(
+                f"packed lengths must be 0 or more, got {'/'.join(map(str, w.packed))}\nhint: 0 is an empty sequence"
+            )
         total = sum(w.packed)
         if w.B != 1 or w.L != total or w.S != total:
             raise WorkloadError(
                 f"packed sequences lie end to end in one batch entry: B must be 1 and L = S = {total}, "
                 f"got B{w.B}, L{w.L}, S{w.S}\nhint: leave B, L and S out"
             )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _show(value: object) -> str:
+    """A value as an error shows it; Python refuses to print whole numbers of thousands of digits."""
+    return f"a number of {value.bit_length()} bits" if _is_whole(value) and abs(value) > 2**128 else repr(value)  # type: ignore
 
 
 def _one_of(what: str, value: str, known: Iterable[str]) -> None:
@@ -287,135 +358,9 @@ def _one_of(what: str, value: str, known: Iterable[str]) -> None:
 
 
 def _check_pattern(name: str, pattern: str) -> None:
-    letters = pattern.split("x")
+    letters = pattern.split("x") if isinstance(pattern, str) else ()
     if len(letters) != 4 or any(letter not in axis for letter, axis in zip(letters, BROADCAST_AXES, strict=True)):
         raise WorkloadError(
-            f"{name} must broadcast to (B, H, L, S): four letters or ones such as 1xHxLxS, got {pattern!r}"
+            f"{name} must broadcast to (B, H, L, S): each place its letter or 1, got {pattern!r}\n"
+            f"hint: {'mask=bool' if name == 'mask' else 'bias=bf16'}:1xHxLxS, or Bx1x1xS for padding"
         )
-
-
-_SIZE = re.compile(r"(B|H|L|S|Dv|D)(\d+)(?:/(\d+))?")
-_WORDS = (
-    "causal",
-    "window",
-    "softcap",
-    "scale",
-    "alibi",
-    "sinks",
-    "mask",
-    "bias",
-    "lengths",
-    "packed",
-    "dropout",
-    "layout",
-)
-
-
-def _parse_fields(text: str) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    for token in (part.strip() for part in text.split(",")):
-        if not token:
-            raise WorkloadError(f"workload has an empty part: {text!r}\nhint: parts are separated by single commas")
-        for name, value in _parse_token(token, text):
-            if name in fields:
-                raise WorkloadError(f"workload names {name} twice: {text!r}")
-            fields[name] = value
-    if isinstance(fields.get("packed"), tuple):
-        total = sum(fields["packed"])  # type: ignore[call-overload]
-        fields = {"B": 1, "L": total, "S": total} | fields
-    if "lengths" in fields and "B" not in fields:
-        fields["B"] = len(fields["lengths"])  # type: ignore[arg-type]
-    for name in ("H", "L", "D"):
-        if name not in fields:
-            raise WorkloadError(f"workload must name {name}, got {text!r}\nhint: e.g. B8,H16,L1024,D64,bf16,causal")
-    return fields
-
-
-def _parse_token(token: str, text: str) -> Iterator[tuple[str, object]]:
-    if size := _SIZE.fullmatch(token):
-        letter, number, kv = size.groups()
-        if kv is not None and letter != "H":
-            raise WorkloadError(f"only H takes a second number (H32/8), got {token!r}")
-        yield ("D_v" if letter == "Dv" else letter), int(number)
-        if kv is not None:
-            yield "H_kv", int(kv)
-        return
-    if token in DTYPE_BYTES:
-        yield "dtype", token
-        return
-    word, _, value = token.partition("=")
-    if word not in _WORDS:
-        raise WorkloadError(
-            str(UnknownName("workload field", token, (*_WORDS, *DTYPE_BYTES, "B8", "H16", "L1024", "D64")))
-        )
-    yield from _parse_word(word, value, token)
-
-
-def _parse_word(word: str, value: str, token: str) -> Iterator[tuple[str, object]]:
-    bare = {"causal": "top_left", "alibi": True, "sinks": True, "mask": "Bx1xLxS"}
-    if not value:
-        if word not in bare or "=" in token:
-            raise WorkloadError(f"{word} needs a value, got {token!r}\nhint: e.g. {_EXAMPLES[word]}")
-        yield word, bare[word]
-    elif word in ("alibi", "sinks"):
-        raise WorkloadError(f"{word} takes no value, got {token!r}")
-    elif word == "bias":
-        dtype, _, shape = value.partition(":")
-        yield "bias", dtype
-        yield "bias_shape", shape or "1xHxLxS"
-    elif word == "mask":
-        kind, _, shape = value.partition(":")
-        if kind != "bool":
-            raise WorkloadError(f"mask must be bool (a float mask is a bias), got {token!r}\nhint: bias=bf16:1xHxLxS")
-        yield "mask", shape or "Bx1xLxS"
-    else:
-        yield word, _convert(word, value, token)
-
-
-_EXAMPLES = {
-    "window": "window=512", "softcap": "softcap=30", "scale": "scale=0.1", "bias": "bias=bf16:1xHxLxS",
-    "lengths": "lengths=7/5/0", "packed": "packed=300/212/512", "dropout": "dropout=0.1", "layout": "layout=blhd",
-    "mask": "mask=bool", "causal": "causal=bottom_right", "alibi": "alibi", "sinks": "sinks",
-}  # fmt: skip
-
-
-def _convert(word: str, value: str, token: str) -> object:
-    try:
-        if word == "window":
-            return int(value)
-        if word in ("softcap", "scale", "dropout"):
-            return float(value)
-        if word in ("lengths", "packed"):
-            return tuple(int(part) for part in value.split("/"))
-    except ValueError:
-        raise WorkloadError(f"{token!r} does not read as a value of {word}\nhint: e.g. {_EXAMPLES[word]}") from None
-    return value
-
-
-def _spell(w: Workload) -> Iterator[str]:
-    yield f"B{w.B}"
-    yield f"H{w.H}" + (f"/{w.H_kv}" if w.H_kv != w.H else "")
-    yield f"L{w.L}"
-    if w.S != w.L:
-        yield f"S{w.S}"
-    yield f"D{w.D}"
-    if w.D_v != w.D:
-        yield f"Dv{w.D_v}"
-    yield w.dtype
-    if w.causal:
-        yield "causal" if w.causal == "top_left" else f"causal={w.causal}"
-    for name in ("window", "softcap", "scale"):
-        if getattr(w, name) is not None:
-            yield f"{name}={getattr(w, name)!r}"
-    yield from (name for name in ("alibi", "sinks") if getattr(w, name))
-    if w.mask:
-        yield "mask=bool" if w.mask == "Bx1xLxS" else f"mask=bool:{w.mask}"
-    if w.bias:
-        yield f"bias={w.bias}:{w.bias_shape}"
-    for name in ("lengths", "packed"):
-        if getattr(w, name) is not None:
-            yield f"{name}={'/'.join(map(str, getattr(w, name)))}"
-    if w.dropout:
-        yield f"dropout={w.dropout!r}"
-    if w.layout != "bhld":
-        yield f"layout={w.layout}"

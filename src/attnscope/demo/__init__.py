@@ -1,4 +1,4 @@
-"""The recorded run that ships with attnscope: ``run.jsonl``, ``report.html`` and traces in this folder, read anywhere."""
+"""The recorded run that ships with attnscope, readable anywhere: ``run.jsonl``, ``report.html``, ``traces/``."""
 
 from __future__ import annotations
 

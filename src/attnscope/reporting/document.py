@@ -36,4 +36,4 @@ def _result(result: Result, device_kind: str) -> dict[str, Any]:
     body.pop("workload")
     body["ops" if device_kind == "cpu" else "kernels"] = body.pop("kernels")
     body["trace"] = {profile.direction: profile.trace for profile in result.profiles if profile.trace} or None
-    return body  # type: ignore[no-any-return]
+    return body

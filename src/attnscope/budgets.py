@@ -1,0 +1,318 @@
+"""Stage 3: how much error a good kernel may make, row by row, computed from the inputs.
+
+Reads Inputs, writes the truth and a Budget. Must not import an implementation or a later stage.
+
+Two estimates of what rounding does are made, and the larger one counts. The *twin* (see :mod:`attnscope.reference`) is
+attention computed in the sheet's precision, whose error is simply observed. One twin can be lucky in a row, and other
+orders of summation round elsewhere, so an *error model* adds the standard deviation that first-order analysis predicts
+for each element, in one pass beside the truth: every rounding is an independent random relative error, carried to the
+result by the derivative of attention (Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 3; the
+random model: Higham and Mary 2019, doi:10.1137/18M1226312).
+
+A row's allowed error is ``max(TWIN_FACTOR * twin's error, MODEL_FACTOR * model's standard deviation)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnscope.inputs import Inputs, Tensor, torch_dtype
+from attnscope.reference import EXACT, Attention, Chunk, Work, compute_attention, twin_precision
+
+TWIN_FACTOR = 3.0
+MODEL_FACTOR = 5.0  # a Gaussian exceeds 5 standard deviations once in 1.7 million
+SPREAD_FACTOR = 1.5  # of the whole tensor's RMS, and of its slope, over the twin's
+
+# Rounding to nearest makes a relative error uniform in +-u/m for a mantissa m in [1, 2) that is log-uniform: its RMS is
+# u * sqrt(E[1/m**2] / 3), E[1/m**2] = 3 / (8 ln 2) (Benford's law for mantissas).
+NEAREST_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
+TF32_ROUNDOFF = 2.0**-11
+TF32_RMS = 2 * NEAREST_RMS * TF32_ROUNDOFF  # tensor cores may truncate: twice the error of rounding to nearest
+TANH_ERROR = 2.0**-10.987  # tanh.approx.f32's largest relative error (PTX ISA, tanh)
+TINY_RESULT = 2.0**-110  # flushed to zero anywhere: below it no error counts
+SUMMED_ROWS = 32  # an implementation that rounds its sums does so after this many rows, or more
+TAIL = 16.0  # exp(-16) = 1e-7: the chance that a right tensor's RMS exceeds its bound
+
+
+LOOSE_FIELDS = {"scores": "scores", "bias": "added", "sums": "sums"}  # a sheet's word, and Roundoff's field for it
+
+
+@dataclass(frozen=True)
+class Roundoff:
+    """Relative error, RMS unless it says unit, of: what is stored; float32 arithmetic (unit); operands of products
+    (TF32, else 0); dbias as it is stored; then what a loose kernel rounds too (else 0): each step of the scores, what
+    is added to them, gradients after each tile. ``tiny`` is the storage type's absolute error."""
+
+    storage: float
+    tiny: float
+    arithmetic: float
+    half: bool
+    operand: float
+    grad_bias: float
+    scores: float = 0.0
+    added: float = 0.0
+    sums: float = 0.0
+
+    @classmethod
+    def of(cls, inputs: Inputs, compute: str, rounds: frozenset[str] = frozenset()) -> Roundoff:
+        """Of a kernel for ``inputs`` that computes in fp32, tf32 or fp64 and rounds more than it must: ``rounds``."""
+        import torch
+
+        dtype = inputs.workload.dtype
+        info = torch.finfo(torch_dtype(dtype))
+        storage = NEAREST_RMS * info.eps / 2
+        bias = 0.0 if inputs.bias is None else NEAREST_RMS * torch.finfo(inputs.bias.dtype).eps / 2
+        return cls(
+            storage=storage,
+            tiny=info.smallest_normal * info.eps / 2,
+            arithmetic=torch.finfo(torch.float64 if dtype == "fp64" else torch.float32).eps / 2,
+            operand=TF32_RMS if compute == "tf32" else 0.0,
+            half=dtype in ("bf16", "fp16"),
+            grad_bias=max(bias, storage),
+            **{field: storage for word, field in LOOSE_FIELDS.items() if word in rounds},
+        )
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Variance that rounding ``tensor`` to the storage type makes."""
+        variance = (self.storage**2 + 2 * self.operand**2) * tensor.square()
+        return variance + tensor.abs().clamp(max=self.tiny).square() if self.half else variance
+
+
+@dataclass
+class RowBudget:
+    """What one tensor may be off by. ``allowed`` and ``scale`` hold one number a row: the largest allowed Euclidean
+    error of the row, and the norm of its condition scale, against which errors are told. A row whose scale is 0 must be
+    exact. ``expected_rms`` is the twin's RMS of (row error / allowed), never below what the model expects."""
+
+    allowed: Tensor
+    scale: Tensor
+    expected_rms: float
+    rms: float
+    slope: float
+
+
+@dataclass
+class Expectation:
+    """The truth (float64, by tensor) of some inputs, and the budget of each tensor at one compute precision."""
+
+    truth: dict[str, Tensor]
+    budgets: dict[str, RowBudget] = field(default_factory=dict)
+
+
+def expect(inputs: Inputs, compute: str, rounds: frozenset[str] = frozenset(), *, backward: bool = True) -> Expectation:
+    """Truth and budgets of ``inputs`` for a kernel that computes in ``compute`` and rounds more: ``rounds``."""
+    dtype = inputs.workload.dtype
+    model = ErrorModel(inputs, Roundoff.of(inputs, compute, rounds), backward)
+    truth = model.run()
+    precision = twin_precision(dtype, dtype if "scores" in rounds else compute)
+    with _full_float32():
+        twin = compute_attention(inputs, precision=precision, backward=backward)
+    if twin.dbias is not None and inputs.bias is not None:
+        twin.dbias = twin.dbias.to(inputs.bias.dtype)
+    scales = {**truth.scales, "lse": 1 + finite(truth.lse).abs()}
+    budgets = {
+        name: _row_budget(name, exact, twin.tensors()[name], scales[name], model)
+        for name, exact in truth.tensors().items()
+    }
+    return Expectation(truth.tensors(), budgets)
+
+
+def row_norms(name: str, tensor: Tensor) -> Tensor:
+    """Euclidean norm of each row of a tensor of that name: over its last dim, or, where it has none, of each number."""
+    import torch
+
+    tensor = tensor.double()
+    return tensor.abs() if name in ("lse", "dsinks") else torch.linalg.vector_norm(tensor, dim=-1)
+
+
+def slope_of(x: Tensor, truth: Tensor) -> float | None:
+    """|<x, r> / <r, r> - 1|, or None where r is 0."""
+    square = truth.double().square().sum().item()
+    return None if square == 0 else abs((x.double() * truth).sum().item() / square - 1)
+
+
+def rms_bound(rows: int) -> float:
+    """By how much the RMS of ``rows`` random numbers may exceed its expectation (Laurent and Massart 2000, lemma 1)."""
+    return math.sqrt(1 + 2 * math.sqrt(TAIL / rows) + 2 * TAIL / rows)
+
+
+def rms_of(ratios: Tensor) -> float:
+    """Root mean square; 0 of nothing."""
+    return ratios.square().mean().sqrt().item() if ratios.numel() else 0.0
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """``tensor`` with 0 in place of what is not finite (the lse of a row that sees no key)."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _row_budget(name: str, exact: Tensor, twin: Tensor, scale: Tensor, model: ErrorModel) -> RowBudget:
+    import torch
+
+    exact, twin = finite(exact), finite(twin)
+    deviation = row_norms(name, model.variance[name].clamp_min(0).sqrt())
+    error = row_norms(name, twin.double() - exact)
+    scale = row_norms(name, scale)
+    allowed = torch.maximum(TWIN_FACTOR * error, MODEL_FACTOR * deviation) + TINY_RESULT
+    allowed = allowed.masked_fill(scale == 0, 0.0)
+    counted = scale > 0
+    expected = max(rms_of((error / allowed)[counted]), rms_of((deviation / allowed)[counted]))
+    rms = SPREAD_FACTOR * expected * rms_bound(max(int(counted.sum()), 1))
+    return RowBudget(allowed, scale, expected, rms, _slope_budget(name, exact, twin, deviation, model))
+
+
+def _slope_budget(name: str, exact: Tensor, twin: Tensor, deviation: Tensor, model: ErrorModel) -> float:
+    """1.5 x the twin's, or chance, whichever is larger; and what a fair rounding in one direction may add."""
+    roundoff, w = model.roundoff, model.w
+    slope = slope_of(twin, exact)
+    if slope is None:
+        return 0.0
+    norms = row_norms(name, exact)
+    chance = (deviation * norms).square().sum().sqrt().item() / norms.square().sum().item()
+    # a tensor core truncates each sum of 16 products; a rounding step of storage is biased by a part of its unit
+    drift = roundoff.arithmetic * max(w.S, w.L) / 8 + roundoff.storage / 2 + roundoff.scores / 2 + 4 * roundoff.operand
+    return max(SPREAD_FACTOR * slope, MODEL_FACTOR * chance) + drift
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """float32 products in float32, whatever an implementation set."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class ErrorModel(Work):
+    """The exact pass, which on its way sums the variance of every element in ``variance``.
+
+    Notation: p probabilities, w after dropout, s scores with variance vs, T = sum_j p^2 vs what a row's scores bring to
+    its lse. dS = p (dP - delta).
+    """
+
+    def __init__(self, inputs: Inputs, roundoff: Roundoff, backward: bool) -> None:
+        super().__init__(inputs, EXACT, backward)
+        self.roundoff = roundoff
+        self.variance = {name: tensor.new_zeros(tensor.shape) for name, tensor in self.result.tensors().items()}
+
+    def load_units(self, units: list[tuple[int, int]]) -> None:
+        """The units, and empty sums for the variance of their dk and dv."""
+        super().load_units(units)
+        self.sums = {"dk": self.parts["dk"].clone(), "dv": self.parts["dv"].clone()}
+
+    def observe(self, rows: slice, columns: slice, chunk: Chunk) -> None:
+        """Adds this chunk's variances."""
+        r, q, k, v = self.roundoff, self.q[:, :, rows], self.k[:, None, columns], self.v[:, None, columns]
+        p, weights = chunk.probabilities, chunk.weights
+        spread = self._score_variance(chunk, q, k)
+        common = (p.square() * spread).sum(-1, keepdim=True)
+        noise = (2 * r.arithmetic * (1 + finite(chunk.lse).abs()[..., None])).square()  # of lse itself
+        noise = noise + r.arithmetic**2 * p.shape[-1] / 6  # of the sum of exponentials
+        self._add("lse", rows, (common + 4 * noise).squeeze(-1))
+        rounded = r.stored(weights) + (r.arithmetic**2 * p.shape[-1] / 6) * weights.square()
+        moved = weights.square() * spread
+        out = (rounded + moved) @ v.square() - 2 * chunk.out * ((p * weights * spread) @ v)
+        out += chunk.out.square() * (common + noise) + self._result(chunk.out)
+        self._add("out", rows, out)
+        if self.backward:
+            self._observe_backward(rows, columns, chunk, spread, rounded, common + noise)
+
+    def _observe_backward(
+        self, rows: slice, columns: slice, c: Chunk, spread: Tensor, rounded: Tensor, common: Tensor
+    ) -> None:
+        r, scale2, p = self.roundoff, self.w.effective_scale**2, c.probabilities
+        q, k, v, grad = self.q[:, :, rows], self.k[:, columns], self.v[:, columns], self.grad_out[:, :, rows]
+        grad_p = c.grad_p if c.keep is None else c.grad_p * c.keep
+        reach = c.reach if c.keep is None else c.reach * c.keep
+        # variance of delta: P as it was rounded for O, O's own rounding, and the scores
+        delta = (rounded * grad_p.square()).sum(-1, keepdim=True)
+        delta += (grad.square() * self._result(c.out)).sum(-1, keepdim=True)
+        delta += (c.grad_s.square() * spread).sum(-1, keepdim=True)
+        delta += (2 * r.arithmetic * c.row_scale).square()
+        pair = c.grad_s.square() * (spread + r.arithmetic**2 * max(p.shape[-2:]) / 6)
+        pair += p.square() * (r.arithmetic**2 * self.w.D_v / 3 * reach.square() + r.scores**2 * grad_p.square())
+        if r.operand:
+            pair += p.square() * 2 * r.operand**2 * (grad.square() @ v[:, None].square().transpose(-1, -2))
+        self._add_bias(self.variance.get("dbias"), *self._bias_variance(c, pair, delta, common), rows, columns)
+        self._add_sinks(self.variance.get("dsinks"), *self._sinks_variance(c, delta, common))
+        cap = 1.0 if c.cap is None else c.cap
+        raw = c.grad_s * cap
+        # twice: also as dS * scale, or as one head's dk of a group; once more where sums are rounded, for each tile
+        steps = 2 if r.scores or self.w.group > 1 else 1
+        key_tiles, row_tiles = (n / SUMMED_ROWS if r.sums else 0.0 for n in (self.w.S, self.w.L))
+        pair = pair * cap**2 + steps * r.stored(raw)
+        mean_key = (p * cap) @ k[:, None]
+        dq = self._whole("dq", rows)
+        in_tiles = pair + key_tiles * r.stored(raw)
+        self._add("dq", rows, scale2 * (in_tiles @ k[:, None].square() + delta * mean_key.square()))
+        self._add("dq", rows, dq.square() * common + (1 + key_tiles) * self._result(dq))
+        pair = pair + (p * cap).square() * delta + raw.square() * common + row_tiles * r.stored(raw)
+        self.sums["dk"][:, columns] += (pair.transpose(-1, -2) @ q.square()).sum(1) * scale2
+        value = rounded + (steps - 1 + row_tiles) * r.stored(c.weights) + c.weights.square() * (spread + common)
+        self.sums["dv"][:, columns] += (value.transpose(-1, -2) @ grad.square()).sum(1)
+
+    def _score_variance(self, c: Chunk, q: Tensor, k: Tensor) -> Tensor:
+        """Of each score: float32 dot products in any order, rounded operands, scores rounded at each step."""
+        import torch
+
+        r, w = self.roundoff, self.w
+        reach = (q.abs() @ k.abs().transpose(-1, -2)) * abs(w.effective_scale)
+        variance = (r.arithmetic**2 * w.D / 3) * reach.square()
+        if r.operand:
+            variance += 2 * (r.operand * w.effective_scale) ** 2 * (q.square() @ k.square().transpose(-1, -2))
+        if r.scores:
+            variance += 2 * r.scores**2 * c.raw.square()
+        if c.cap is not None:
+            variance *= c.cap**2
+            if r.half:
+                variance += (TANH_ERROR * c.raw).square() * (1 - c.cap).clamp_min(0)
+        scores = c.scores.masked_fill(c.scores == -torch.inf, 0.0)
+        if r.added:
+            raw = c.raw if w.softcap is None else w.softcap * torch.tanh(c.raw / w.softcap)
+            variance += 2 * r.added**2 * (scores - raw).masked_fill(c.scores == -torch.inf, 0.0).square()
+        return variance + ((2 * r.arithmetic) ** 2 + r.scores**2) * scores.square()
+
+    def _result(self, tensor: Tensor) -> Tensor:
+        """Variance of the rounding of a result; truncated TF32 operands shrink it on top."""
+        return self.roundoff.stored(tensor) + (2 * self.roundoff.operand * tensor).square()
+
+    def _bias_variance(self, c: Chunk, pair: Tensor, delta: Tensor, common: Tensor) -> tuple[Tensor]:
+        variance = pair + self.roundoff.stored(c.grad_s) + c.grad_s.square() * common
+        if self.inputs.bias is not None and self.inputs.bias.shape[-1] == 1:
+            # delta's error is the same along the row, so that it adds up
+            return (variance.sum(-1, keepdim=True) + c.probabilities.sum(-1, keepdim=True).square() * delta,)
+        return (variance + c.probabilities.square() * delta,)
+
+    def _sinks_variance(self, c: Chunk, delta: Tensor, common: Tensor) -> tuple[Any, Any]:
+        if c.sink is None:
+            return None, None
+        sums = self.roundoff.arithmetic**2 * self.w.B * self.w.L / 6
+        return c.sink.square(), delta + c.delta.square() * (common + sums)
+
+    def _add(self, name: str, rows: slice, value: Tensor) -> None:
+        self._grouped(self.variance[name])[self.b, self.kv, :, rows] += value
+
+    def _whole(self, name: str, rows: slice) -> Tensor:
+        return self._grouped(getattr(self.result, name))[self.b, self.kv, :, rows]
+
+    def store_units(self) -> None:
+        """Puts the sums of dk and dv into ``variance``, with the rounding of the result."""
+        super().store_units()
+        for name in ("dk", "dv") if self.backward else ():
+            tiles = 1 + (self.w.L / SUMMED_ROWS if self.roundoff.sums else 0)
+            self.variance[name][self.b, self.kv] = self.sums[name] + tiles * self._result(self.parts[name])
+
+    def finish(self) -> Attention:
+        """The truth; adds the rounding of dbias and dsinks."""
+        for name in ("dbias", "dsinks"):
+            if name in self.variance:
+                self.variance[name] += (self.roundoff.grad_bias * getattr(self.result, name)).square()
+        return super().finish()

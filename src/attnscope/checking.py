@@ -1,0 +1,376 @@
+"""Stage 3: is an implementation right on a workload, and by how much.
+
+Reads an Implementation and a Workload, writes a CheckResult. Must not import an implementation or a later stage.
+
+Each kind of inputs goes through the very calls that are timed: a forward alone, a forward that saves, its backward.
+What comes back must have the right shape, dtype and device, and is then judged (:mod:`attnscope.judging`) against
+float64 (:mod:`attnscope.reference`) within a computed budget (:mod:`attnscope.budgets`). That nothing passes by luck or
+by cheating is the business of :mod:`attnscope.guards`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnscope.budgets import Expectation, expect
+from attnscope.device import Device
+from attnscope.diagnosis import describe_non_finite
+from attnscope.guards import Disturbance, bits, changed_inputs, fill, poisoned_memory, same_bits
+from attnscope.implementation import Gradients, Implementation, Output, Prepared
+from attnscope.inputs import INPUT_KINDS, Inputs, Tensor, make_inputs, torch_dtype
+from attnscope.judging import factor_of, judge, judge_grossly
+from attnscope.records import CheckResult, TensorCheck
+from attnscope.reference import Sample, sample_heads, select
+from attnscope.units import significant
+from attnscope.workload import DIRECTIONS, Workload
+
+# (query, key) pairs of which heads are sampled; a quick check takes a quarter
+MAX_PAIRS = {"cpu": 2**21, "cuda": 2**29}
+EQUAL_RUNS = {"cpu": 6, "cuda": 100}  # where the sheet claims determinism
+QUICK_EQUAL_RUNS = {"cpu": 3, "cuda": 20}
+EQUAL_RUNS_SECONDS = {"cpu": 1.0, "cuda": 10.0}  # no run is begun later
+
+
+class ReferenceCache:
+    """Truth and budgets of one workload, seed and device, so that all implementations share them.
+
+    Holds the sampled heads of each kind only, and forgets them when the workload, seed or device changes.
+    """
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._kept: dict[tuple[str, str, frozenset[str]], tuple[bool, Expectation]] = {}
+
+    def expectation(
+        self, inputs: Inputs, sample: Sample, compute: str, rounds: frozenset[str] = frozenset(), *, backward: bool
+    ) -> Expectation:
+        """What :func:`attnscope.budgets.expect` says of the sampled heads of ``inputs``."""
+        key = (inputs.workload, inputs.seed, str(inputs.q.device), sample)
+        if key != self._key:
+            self._key, self._kept = key, {}
+        has_backward, kept = self._kept.get((inputs.kind, compute, rounds), (False, None))
+        if kept is None or (backward and not has_backward):
+            kept = expect(select(inputs, sample), compute, rounds, backward=backward)
+            self._kept[inputs.kind, compute, rounds] = backward, kept
+        return kept
+
+
+def check_implementation(
+    implementation: Implementation,
+    workload: Workload,
+    device: Device,
+    *,
+    seed: int = 0,
+    directions: Sequence[str] = DIRECTIONS,
+    kinds: Sequence[str] = INPUT_KINDS,
+    quick: bool = False,
+    prepared: Prepared | None = None,
+    cache: ReferenceCache | None = None,
+) -> CheckResult:
+    """Check one implementation on one workload; whatever it raises is raised.
+
+    Args:
+        implementation: what to check; its sheet says what it claims.
+        workload: the problem; large ones are compared on a seeded sample of (batch, head), all rows.
+        device: where it runs.
+        seed: of inputs and sample.
+        directions: ``forward``, ``backward`` or both.
+        kinds: of inputs, from ``INPUT_KINDS``.
+        quick: a smaller sample and fewer equal runs.
+        prepared: what its ``prepare`` returned, if that was done before.
+        cache: shared by checks of several implementations.
+    """
+    prepared = implementation.prepare(workload, device) if prepared is None else prepared
+    checker = _Checker(implementation, workload, device, tuple(directions), quick, prepared, cache or ReferenceCache())
+    return checker.run(seed, kinds)
+
+
+@dataclass
+class _Call:
+    """What one call returned: snapshots by name, as they were on the current stream right after it."""
+
+    what: str
+    tensors: dict[str, Tensor]
+    problems: list[TensorCheck]
+
+
+class _Checker:
+    """One check. Collects what every kind of inputs brings, then sums it up."""
+
+    def __init__(
+        self,
+        implementation: Implementation,
+        workload: Workload,
+        device: Device,
+        directions: tuple[str, ...],
+        quick: bool,
+        prepared: Prepared,
+        cache: ReferenceCache,
+    ) -> None:
+        self.sheet, self.workload, self.device, self.quick = implementation.sheet, workload, device, quick
+        self.directions, self.prepared, self.cache = directions, prepared, cache
+        self.backward = "backward" in directions
+        compute = self.sheet.compute_precision(workload.dtype)
+        self.compute = compute if compute in ("fp32", "tf32", "fp64") else "fp32"
+        self.rounds = self.sheet.rounded_too(workload.dtype, device)
+        self.found: list[TensorCheck] = []
+        self.told: list[TensorCheck] = []  # errors against the tight budget, for the factor
+        self.deterministic: dict[str, bool] = {}
+        self.is_loose = False
+        self.previous: list[Tensor] = []
+
+    def run(self, seed: int, kinds: Sequence[str]) -> CheckResult:
+        """Every kind, then equal runs where the sheet claims determinism."""
+        w = self.workload
+        self.sample = sample_heads(w, seed, MAX_PAIRS[self.device.kind] // (4 if self.quick else 1))
+        working = make_inputs(w, self.device, seed + 1, kinds[0])
+        if len(kinds) == 1:  # so that a result kept from an earlier call is another one's
+            self._calls(working, working.clone(), twice=False)
+        for position, kind in enumerate(kinds):
+            self._check_kind(working, make_inputs(w, self.device, seed, kind), twice=position == 0)
+        if self.sheet.deterministic and all(t.passed for t in self.found):
+            self._check_equal_runs(fill(working, make_inputs(w, self.device, seed, kinds[0])), kinds[0])
+        return self._result(seed)
+
+    def _check_kind(self, working: Inputs, pristine: Inputs, *, twice: bool) -> None:
+        calls = self._calls(working, pristine, twice=twice)
+        judged: list[_Call] = []
+        for call in calls:
+            self.found += call.problems
+            repeats = (
+                all(name in old.tensors and same_bits(t, old.tensors[name]) for name, t in call.tensors.items())
+                for old in judged
+            )
+            if not call.tensors or any(repeats):
+                continue
+            judged.append(call)
+            self._judge(call, pristine)
+        self.previous = [call.tensors["out"] for call in calls if "out" in call.tensors]
+
+    def _calls(self, working: Inputs, pristine: Inputs, *, twice: bool) -> list[_Call]:
+        """The calls that are timed, each on poisoned memory; inputs are compared after each."""
+        calls = []
+        if "forward" in self.directions:
+            inputs = fill(working, pristine)
+            with poisoned_memory(inputs):
+                output = self.prepared.forward(inputs, save=False)
+                calls.append(self._outcome("forward", output, inputs))
+            del output
+            calls[-1].problems += self._mutations("forward", inputs, pristine)
+        if not self.backward:
+            return calls
+        inputs = fill(working, pristine)
+        with poisoned_memory(inputs):
+            output = self.prepared.forward(inputs, save=True)
+            calls.append(self._outcome("forward that saves", output, inputs))
+        for _ in range(2 if twice else 1):
+            with poisoned_memory(inputs):
+                gradients = self.prepared.backward(inputs, output.saved)
+                calls.append(self._outcome("backward", gradients, inputs))
+        calls[-1].problems += self._mutations("backward", inputs, pristine)
+        return calls
+
+    def _outcome(self, what: str, returned: Output | Gradients, inputs: Inputs) -> _Call:
+        """Snapshots of what came back, and how it breaks the contract."""
+        tensors, problems = {}, []
+        for name, shape, dtype in self._required(returned, inputs):
+            tensor = getattr(returned, name, None)
+            problem = _contract_problem(name, tensor, shape, dtype, inputs.q.device)
+            if problem:
+                problems.append(TensorCheck(name, inputs.kind, False, None, None, message=problem))
+            else:
+                tensors[name] = tensor.detach().clone()  # type: ignore[union-attr]
+        return _Call(what, tensors, problems)
+
+    def _required(self, returned: Output | Gradients, inputs: Inputs) -> Iterable[tuple[str, tuple[int, ...], Any]]:
+        import torch
+
+        w = self.workload
+        dtype = torch_dtype(w.dtype)
+        if hasattr(returned, "out"):
+            yield "out", (w.B, w.H, w.L, w.D_v), dtype
+            if self.sheet.lse:
+                yield "lse", (w.B, w.H, w.L), torch.float32
+            return
+        for name in ("q", "k", "v", "bias", "sinks"):
+            tensor = getattr(inputs, name)
+            if tensor is not None:
+                yield f"d{name}", tuple(tensor.shape), tensor.dtype
+
+    def _mutations(self, what: str, inputs: Inputs, pristine: Inputs) -> list[TensorCheck]:
+        return [
+            TensorCheck(name, inputs.kind, False, None, None, message=f"{name} was changed by the {what}")
+            for name in changed_inputs(inputs, pristine)
+        ]
+
+    def _judge(self, call: _Call, pristine: Inputs) -> None:
+        stale = [old for old in self.previous if "out" in call.tensors and same_bits(old, call.tensors["out"])]
+        expected = self._expectation(pristine)
+        tensors = self._sampled(call.tensors)
+        checks = tight = judge(tensors, expected, pristine.kind)
+        if self.sheet.approximate:
+            checks = [judge_grossly(check, tensors, expected) for check in tight]
+        elif self.rounds and not all(check.passed for check in tight):
+            checks = judge(tensors, self._expectation(pristine, self.rounds), pristine.kind)
+            self.is_loose = True
+        if stale and not all(check.passed for check in checks):
+            message = f"out on {pristine.kind} inputs: it is the output of an earlier call, bit for bit"
+            checks = [replace(checks[0], passed=False, message=message), *checks[1:]]
+        self.told += tight
+        self.found += checks + self._outside_sample(call.tensors, pristine)
+
+    def _expectation(self, pristine: Inputs, rounds: frozenset[str] = frozenset()) -> Expectation:
+        return self.cache.expectation(pristine, self.sample, self.compute, rounds, backward=self.backward)
+
+    def _sampled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sampled heads of each tensor."""
+        batches, kv = list(self.sample.batches), list(self.sample.kv_heads)
+        heads = self.sample.heads(self.workload.group)
+
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            if name == "dsinks":
+                return tensor[heads]
+            rows = tensor if name == "dbias" and tensor.shape[0] == 1 else tensor[batches]
+            if name == "dbias" and rows.shape[1] == 1:
+                return rows
+            return rows[:, kv if name in ("dk", "dv") else heads]
+
+        return tensors if self._is_whole() else {name: cut(name, tensor) for name, tensor in tensors.items()}
+
+    def _is_whole(self) -> bool:
+        sample, w = self.sample, self.workload
+        return len(sample.batches) == w.B and len(sample.kv_heads) == w.H_kv
+
+    def _outside_sample(self, tensors: dict[str, Tensor], inputs: Inputs) -> list[TensorCheck]:
+        """What can be said of the heads that were not compared: they are finite, and 0 where no key is seen."""
+        import torch
+
+        if self._is_whole():
+            return []
+        found = []
+        unseen = _unseen_rows(inputs)
+        for name, tensor in tensors.items():
+            wrong = ~torch.isfinite(tensor)
+            if name == "lse" and not self.workload.sinks:
+                wrong = torch.where(unseen, tensor != -torch.inf, wrong)
+            message = describe_non_finite(name, tensor, wrong) if bool(wrong.any()) else ""
+            if not message and name in ("out", "dq") and bool((tensor.ne(0).any(-1) & unseen).any()):
+                message = "it is not 0 where a row sees no key"
+            if message:
+                message = f"{name} on {inputs.kind} inputs: {message}"
+                found.append(TensorCheck(name, inputs.kind, False, None, None, message=message))
+        return found
+
+    def _check_equal_runs(self, inputs: Inputs, kind: str) -> None:
+        """Bitwise the same result of equal calls, beside a second stream that occupies varying multiprocessors."""
+        runs = (QUICK_EQUAL_RUNS if self.quick else EQUAL_RUNS)[self.device.kind]
+        disturbance = Disturbance(inputs.q.device, inputs.seed)
+        saved = self.prepared.forward(inputs, save=True).saved if self.backward else None
+        for direction in self.directions:
+            started, first, differs = time.monotonic(), None, None
+            for _ in range(runs):
+                disturbance.start()
+                if direction == "forward":
+                    output = self.prepared.forward(inputs, save=False)
+                    now = {"out": output.out} | ({"lse": output.lse} if self.sheet.lse else {})
+                else:
+                    now = self.prepared.backward(inputs, saved).tensors()
+                if first is None:
+                    first = {name: bits(tensor).clone() for name, tensor in now.items()}
+                differs = differs or next((n for n, t in now.items() if not same_bits(bits(t), first[n])), None)
+                if differs or time.monotonic() - started > EQUAL_RUNS_SECONDS[self.device.kind]:
+                    break
+            self.deterministic[direction] = differs is None
+            if differs:
+                message = f"{differs} differs between equal runs, though its sheet claims to be deterministic"
+                self.found.append(TensorCheck(differs, kind, False, None, None, message=message))
+
+    def _result(self, seed: int) -> CheckResult:
+        passed = bool(self.found) and all(check.passed for check in self.found)
+        grade = "approximate" if self.sheet.approximate else "loose" if self.is_loose else "tight"
+        told = [check for check in self.told if check.error_budget is not None]
+        worst = max(told, key=factor_of, default=None)
+        group = self.workload.group
+        return CheckResult(
+            passed=passed,
+            grade=grade if passed else "failed",
+            row_rel_error_max=None if worst is None else worst.row_rel_error_max,
+            error_budget=None if worst is None else worst.error_budget,
+            factor=factor_of(worst) if worst is not None and worst.error_budget else None,
+            tensors=tuple(_one_each(self.found)),
+            directions=self.directions,
+            seed=seed,
+            heads_checked=len(self.sample.batches) * len(self.sample.kv_heads) * group,
+            heads_total=self.workload.B * self.workload.H,
+            message=self._sentence(worst),
+            deterministic=self.deterministic,
+        )
+
+    def _sentence(self, worst: TensorCheck | None) -> str:
+        """What is worst, in one sentence."""
+        failed = [check for check in self.found if not check.passed]
+        if failed:
+            # what breaks the contract explains more than an error, and an error on plain inputs more than on hard ones
+            first = min(failed, key=lambda check: (check.error_budget is not None, -factor_of(check)))
+            more = len({(check.tensor, check.kind) for check in failed}) - 1
+            return first.message + (f" (and {more} more tensor{'s' if more > 1 else ''})" if more else "")
+        if worst is None or not worst.error_budget or worst.row_rel_error_max is None:
+            return "nothing to compare"
+        sentence = (
+            f"{worst.tensor} on {worst.kind} inputs comes nearest its budget: {worst.worst} is off by "
+            f"{significant(worst.row_rel_error_max)}, {significant(worst.error_budget)} is allowed"
+        )
+        if self.sheet.approximate:
+            return (
+                sentence.replace("comes nearest its budget", "is the farthest off")
+                + " to a kernel that is not approximate"
+            )
+        if self.is_loose:
+            words = " and ".join(sorted(self.rounds))
+            return sentence.replace("comes nearest its budget", "is the farthest off") + (
+                f" to a kernel that rounds no more than it must; one that also rounds its {words} may err as much"
+            )
+        return sentence
+
+
+def _one_each(checks: list[TensorCheck]) -> list[TensorCheck]:
+    """One check a tensor and kind: the failed one, else the one nearest its budget."""
+    best: dict[tuple[str, str], TensorCheck] = {}
+    for check in checks:
+        old = best.get((check.tensor, check.kind))
+        if old is None or (not check.passed, factor_of(check)) > (not old.passed, factor_of(old)):
+            best[check.tensor, check.kind] = check
+    return list(best.values())
+
+
+def _contract_problem(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> str:
+    import torch
+
+    if tensor is None:
+        return f"{name} is missing"
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name} must be a tensor, got {type(tensor).__name__}"
+    for what, wanted, got in (
+        ("shape", shape, tuple(tensor.shape)),
+        ("dtype", dtype, tensor.dtype),
+        ("device", device, tensor.device),
+    ):
+        if wanted != got:
+            return f"{name} must have {what} {wanted}, got {got}"
+    return ""
+
+
+def _unseen_rows(inputs: Inputs) -> Tensor:
+    """Bool (B, H, L): True where a row sees no key."""
+    import torch
+
+    w = inputs.workload
+    if inputs.mask is None:
+        low, high = inputs.row_bounds()
+        return (high <= low).expand(w.B, w.L)[:, None].expand(w.B, w.H, w.L)
+    visible: Tensor = inputs.visible()
+    unseen: Tensor = ~visible.any(-1)
+    return torch.broadcast_to(unseen, (w.B, w.H, w.L))

@@ -1,0 +1,143 @@
+"""Stage 3: what a check does around a call, so that no call can pass by luck or by cheating.
+
+Fresh memory is poisoned with NaN, inputs are compared bit by bit before and after, and a GPU call is made behind a spin
+kernel, on inputs that are filled only after it. Must not import an implementation or a later stage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from attnscope.inputs import Inputs, Tensor
+
+# glibc's mallopt(M_PERTURB, value) fills what malloc hands out with the complement of value's low byte, and what free
+# takes back with that byte (mallopt(3)). 0x100 is not 0, which would switch it off, and its low byte is 0: fresh memory
+# is all ones, which is NaN in every floating type.
+M_PERTURB = -6
+ALL_ONES = 0x100
+POISON_COPIES = 3
+SPIN_CYCLES = 20_000_000  # about 10 ms: longer than the host needs to launch a call
+FLOATS_FILLED = ("q", "k", "v", "grad_out", "bias", "sinks")
+
+
+@contextmanager
+def poisoned_memory(inputs: Inputs) -> Iterator[None]:
+    """While it lasts, memory that an implementation allocates holds NaN until it is written.
+
+    On a CPU glibc does it for every allocation, native ones too. On a GPU blocks of the results' sizes are filled with
+    NaN and handed back to torch's caching allocator, which serves the next allocations of those sizes from them.
+    Nothing intercepts torch's functions, so what runs is what is timed.
+    """
+    if inputs.q.device.type == "cuda":
+        _poison_cached_blocks(inputs)
+        yield
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library: freed blocks are all there is
+        _poison_cached_blocks(inputs)
+        yield
+        return
+    mallopt(M_PERTURB, ALL_ONES)
+    try:
+        yield
+    finally:
+        mallopt(M_PERTURB, 0)
+
+
+def _poison_cached_blocks(inputs: Inputs) -> None:
+    import torch
+
+    w, tensors = inputs.workload, inputs.tensors()
+    like = [tensors[name] for name in ("grad_out", "q", "k", "v", "bias", "sinks") if name in tensors]
+    sizes = [t.numel() * t.element_size() for t in like] + [4 * w.B * w.H * w.L]
+    device = inputs.q.device
+    blocks = [torch.empty(n, dtype=torch.uint8, device=device).fill_(255) for n in sizes for _ in range(POISON_COPIES)]
+    del blocks
+
+
+def count_poison(tensor: Tensor) -> int:
+    """How many elements still hold the poison: all bits one."""
+    import torch
+
+    return int((bits(tensor) == -1).sum()) if tensor.dtype in _integers(torch) else 0
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A floating tensor's bits as integers of the same size; other tensors as they are."""
+    import torch
+
+    kind = _integers(torch).get(tensor.dtype)
+    return tensor if kind is None else tensor.detach().view(kind)
+
+
+def _integers(torch: Any) -> dict[Any, Any]:
+    return {
+        torch.float64: torch.int64,
+        torch.float32: torch.int32,
+        torch.bfloat16: torch.int16,
+        torch.float16: torch.int16,
+    }
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree bit by bit, NaN included."""
+    import torch
+
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(bits(a), bits(b)))
+
+
+def changed_inputs(inputs: Inputs, pristine: Inputs) -> list[str]:
+    """Names of the tensors that are no longer what they were."""
+    before = pristine.tensors()
+    return [name for name, tensor in inputs.tensors().items() if not same_bits(tensor, before[name])]
+
+
+def fill(inputs: Inputs, pristine: Inputs) -> Inputs:
+    """Copies ``pristine``'s values into the memory of ``inputs``; returns them as a new Inputs object.
+
+    So every kind of inputs lies at the same addresses, and a result kept by address is found out. On a GPU the call
+    that follows is queued behind a spin kernel and the copy, both on the current stream: until then the inputs hold
+    NaN, and whoever reads them, or writes results, on another stream without waiting is found out.
+    """
+    import torch
+
+    with torch.no_grad():
+        if inputs.q.device.type == "cuda":
+            for name in FLOATS_FILLED:
+                if getattr(inputs, name) is not None:
+                    getattr(inputs, name).fill_(torch.nan)
+            torch.cuda.synchronize(inputs.q.device)
+            torch.cuda._sleep(SPIN_CYCLES)
+        values = pristine.tensors()
+        for name, tensor in inputs.tensors().items():
+            if name != "qkv":
+                tensor.detach().copy_(values[name])
+    return dataclasses.replace(inputs, kind=pristine.kind, seed=pristine.seed, visible_pairs=pristine.visible_pairs)
+
+
+class Disturbance:
+    """A second stream that occupies a varying number of a GPU's multiprocessors; on a CPU, nothing."""
+
+    def __init__(self, device: Any, seed: int) -> None:
+        import torch
+
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.random = random.Random(seed)
+        if self.stream is not None:
+            self.left = torch.randn(4096, 512, device=device)
+            self.right = torch.randn(512, 512, device=device)
+
+    def start(self) -> None:
+        """Queues a few products of random height on the second stream."""
+        import torch
+
+        if self.stream is None:
+            return
+        with torch.cuda.stream(self.stream):
+            for _ in range(4):
+                self.left[: 64 * self.random.randint(1, 64)] @ self.right

@@ -1,0 +1,108 @@
+"""Stage 2: what implementations that lean on autograd and on dense masks share.
+
+Reads Workload and Inputs, writes Gradients. Must not import an implementation or a later stage, nor torch at import.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from attnscope.implementation import Gradients
+from attnscope.inputs import Inputs, Tensor
+from attnscope.workload import Workload
+
+T = TypeVar("T")
+
+# What the fused kernels of torch are called in a trace, GPU kernels and ops: implementation -> regular expression.
+FUSED_NAMES = {
+    "sdpa_cudnn": r"cudnn.*(sdpa|flash|fort|mha)|_cudnn_attention",
+    "sdpa_efficient": r"fmha_cutlass|_efficient_attention",
+    "sdpa_flash": r"pytorch_flash|flash_(fwd|bwd)|_flash_attention",
+}
+ANY_FUSED = "|".join(FUSED_NAMES.values())
+
+
+def fused_implementation(names: Iterable[str]) -> str | None:
+    """The implementation whose fused kernel or op is among ``names``; None where there is none."""
+    names = list(names)
+    for implementation, pattern in FUSED_NAMES.items():
+        if any(re.search(pattern, name) for name in names):
+            return implementation
+    return None
+
+
+class PerInputs(Generic[T]):
+    """A value made once per Inputs object, at its first call, and let go with it.
+
+    So a mask is made where a careful user makes it, outside the loop, and the calls that are timed only pass it.
+    """
+
+    def __init__(self, make: Callable[[Inputs], T]) -> None:
+        self._make = make
+        self._kept: dict[int, tuple[weakref.ref[Inputs], T]] = {}
+
+    def __call__(self, inputs: Inputs) -> T:
+        """The value for these inputs."""
+        key = id(inputs)
+        kept = self._kept.get(key)
+        if kept is not None and kept[0]() is inputs:
+            return kept[1]
+        value = self._make(inputs)
+        self._kept[key] = (weakref.ref(inputs, lambda _: self._kept.pop(key, None)), value)
+        return value
+
+
+def both_visible(by_geometry: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Bool, True where geometry and mask both let a key be seen; None where neither hides any."""
+    if by_geometry is None or mask is None:
+        return mask if by_geometry is None else by_geometry
+    return by_geometry & mask
+
+
+@dataclass
+class Saved:
+    """A forward that autograd recorded: its output and the leaves that want a gradient, by name."""
+
+    out: Tensor
+    leaves: dict[str, Tensor]
+
+
+def differentiable(inputs: Inputs) -> dict[str, Tensor | None]:
+    """The tensors that a gradient may be asked for, by name; None where the workload has none."""
+    return {name: getattr(inputs, name) for name in ("q", "k", "v", "bias", "sinks")}
+
+
+def leaves_of(inputs: Inputs) -> dict[str, Tensor]:
+    """The differentiable tensors that are there, sharing memory with ``inputs`` but requiring gradients."""
+    return {name: t.detach().requires_grad_() for name, t in differentiable(inputs).items() if t is not None}
+
+
+def autograd_backward(inputs: Inputs, saved: Saved) -> Gradients:
+    """Gradients of ``sum(out * grad_out)``; the graph is kept, so that it may be called again."""
+    import torch
+
+    grads = torch.autograd.grad(saved.out, list(saved.leaves.values()), inputs.grad_out, retain_graph=True)
+    return Gradients(**{f"d{name}": grad for name, grad in zip(saved.leaves, grads, strict=True)})
+
+
+def may_hide_whole_rows(workload: Workload) -> bool:
+    """Whether some row of ``workload`` may see no key, sinks aside.
+
+    By geometry: the positions that see a key form one interval, so the first and the last row decide. A bool mask keeps
+    a key of each row (see ``make_inputs``), which key lengths, a window or packing may then hide.
+    """
+    w = workload
+    if w.mask is not None and (w.lengths is not None or w.window is not None or w.packed is not None):
+        return True
+    if w.L == 0 or w.B == 0 or w.packed is not None:
+        return False
+    batches = {w.key_length(b): b for b in range(w.B)} if w.lengths is not None else {w.S: 0}
+
+    def empty(interval: tuple[int, int]) -> bool:
+        return interval[0] >= interval[1]
+
+    return any(empty(w.row_interval(b, i)) for b in batches.values() for i in (0, w.L - 1))

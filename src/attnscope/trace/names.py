@@ -1,0 +1,231 @@
+"""Stage 6: what a GPU kernel's name says: family, role, dtype, tile, architecture, and the unit that does the work.
+
+Pure data and pure functions. Each verdict carries the rule that decided it, in words; a name that no rule knows stays
+unknown. The rules are ordered, the first match wins. Imports neither torch nor an implementation.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+TENSOR_CORE, CUDA_CORE, MEMORY, UNKNOWN = "tensor core", "CUDA core", "memory", "unknown"
+UNKNOWN_RULE = "no rule knows this name; Nsight Compute (ncu) can tell"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a kernel's name says. ``None`` and ``unknown`` mean that it does not say."""
+
+    family: str | None
+    role: str | None
+    dtype: str | None
+    tile: str | None
+    architecture: str | None
+    unit: str
+    unit_rule: str
+
+
+@dataclass(frozen=True)
+class FamilyRule:
+    """Names that match ``pattern`` are of ``family`` and do ``role``; ``unit`` None leaves it to the unit rules."""
+
+    pattern: str
+    family: str
+    role: str | None
+    unit: str | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class UnitRule:
+    """Names that match ``pattern`` run on ``unit``, because ``why``."""
+
+    pattern: str
+    unit: str
+    why: str
+
+
+_FLASH_2 = "FlashAttention-2 multiplies with tensor core instructions (mma.sync)"
+_ONE_PASS = "each element is read and written once: memory bandwidth decides"
+
+FAMILY_RULES: tuple[FamilyRule, ...] = (
+    FamilyRule(r"^Memcpy", "memcpy", "copy", MEMORY, "a copy made by the runtime"),
+    FamilyRule(r"^Memset", "memset", "fill", MEMORY, "a fill made by the runtime"),
+    # fused attention
+    FamilyRule(r"flash_bwd_(dot_do_o|clear|convert)|FlashAttnBwd(Pre|Post)", "flash-attention 2",
+               "fused attention backward", MEMORY, "a helper of the fused backward that only reads, sums and writes"),
+    FamilyRule(r"FlashAttnFwdSm90|FlashAttnFwdCombine|flash::enable_sm90.*Fwd", "flash-attention 3", "fused attention",
+               TENSOR_CORE, "FlashAttention-3 multiplies with wgmma"),
+    FamilyRule(r"FlashAttnBwdSm90|flash::enable_sm90.*Bwd", "flash-attention 3", "fused attention backward",
+               TENSOR_CORE, "FlashAttention-3 multiplies with wgmma"),
+    FamilyRule(r"flash_attncute.*(bwd|backward)_(pre|post)", "flash-attention 4", "fused attention backward", MEMORY,
+               "a helper of the fused backward that only reads, sums and writes"),
+    FamilyRule(r"flash_attncute.*(bwd|backward)", "flash-attention 4", "fused attention backward", TENSOR_CORE,
+               "FlashAttention's CuTe kernels multiply on tensor cores"),
+    FamilyRule(r"flash_attncute", "flash-attention 4", "fused attention", TENSOR_CORE,
+               "FlashAttention's CuTe kernels multiply on tensor cores"),
+    FamilyRule(r"flash_fwd(_splitkv)?_combine", "flash-attention 2", "fused attention", MEMORY,
+               "it only combines partial results"),
+    FamilyRule(r"flash_bwd", "flash-attention 2", "fused attention backward", TENSOR_CORE, _FLASH_2),
+    FamilyRule(r"flash_fwd|Flash_fwd", "flash-attention 2", "fused attention", TENSOR_CORE, _FLASH_2),
+    FamilyRule(r"fmha_cutlassB|AttentionBackwardKernel", "memory-efficient", "fused attention backward"),
+    FamilyRule(r"fmha_cutlassF|AttentionKernel<", "memory-efficient", "fused attention"),
+    FamilyRule(r"cudnn.*(sdpa|flash|attention|mha).*bprop|cudnn.*bprop.*(sdpa|flash)", "cudnn",
+               "fused attention backward"),
+    FamilyRule(r"cudnn.*(compute_dot_do_o|convert_dq)", "cudnn", "fused attention backward", MEMORY,
+               "a helper of the fused backward that only reads, sums and writes"),
+    FamilyRule(r"cudnn.*(sdpa|flash|attention|mha)", "cudnn", "fused attention"),
+    FamilyRule(r"^(attn_bwd|bwd_kernel_dk_dv|bwd_kernel_dq|bwd_preprocess|bwd_kernel_fuse)", "aotriton",
+               "fused attention backward"),
+    FamilyRule(r"^attn_fwd", "aotriton", "fused attention"),
+    FamilyRule(r"ck_tile.*[Ff]mha.*[Bb]wd", "composable kernel", "fused attention backward"),
+    FamilyRule(r"ck_tile.*[Ff]mha", "composable kernel", "fused attention"),
+    FamilyRule(r"triton_tem_fused.*flex_attention_backward", "inductor flex attention", "fused attention backward"),
+    FamilyRule(r"triton_tem_fused.*flex_attention", "inductor flex attention", "fused attention"),
+    FamilyRule(r"unified_attention|paged_attention|BatchPrefill|BatchDecode", "serving attention", "fused attention"),
+    # matrix products
+    FamilyRule(r"^nvjet", "cublas (nvjet)", "matmul"),
+    FamilyRule(r"splitKreduce", "cublas", "reduction", MEMORY, "it only adds up partial results"),
+    FamilyRule(r"gemv|gemmSN|dot_kernel|reduce_1Block", "cublas (small or matrix-vector)", "matmul", CUDA_CORE,
+               "cuBLAS's matrix-vector and small kernels multiply on CUDA cores"),
+    FamilyRule(r"scudnn|implicit_convolve|explicit_convolve|winograd|(dgrad|wgrad|fprop).*(engine|optimized|nhwc)|"
+               r"cask_\w*cudnn|im2col|conv2d_grouped", "cudnn", "convolution"),
+    FamilyRule(r"xmma_gemm|_cublas$|(ampere|turing|volta|hopper|maxwell|pascal|blackwell)_\w*gemm|^\w*sgemm",
+               "cublas", "matmul"),
+    FamilyRule(r"cutlass.*gemm", "cutlass", "matmul"),
+    FamilyRule(r"^Cijk_", "hipblaslt", "matmul"),
+    FamilyRule(r"triton_tem_fused_.*mm", "inductor triton template", "matmul"),
+    FamilyRule(r"triton_tem_fused", "inductor triton template", None),
+    FamilyRule(r"_matmul_ogs|^matmul_kernel|_gemm_kernel", "triton", "matmul"),
+    # what Inductor generates
+    FamilyRule(r"triton_\w*softmax\w*backward", "inductor triton", "softmax backward", MEMORY, _ONE_PASS),
+    FamilyRule(r"triton_\w*softmax", "inductor triton", "softmax", MEMORY, _ONE_PASS),
+    FamilyRule(r"triton_(red|per)_fused\w*exp\w*", "inductor triton", "softmax", MEMORY, _ONE_PASS),
+    FamilyRule(r"triton_(poi|red|per|for)_fused", "inductor triton", "fused elementwise", MEMORY, _ONE_PASS),
+    # ATen
+    FamilyRule(r"softmax_warp_backward|cunn_SoftMaxBackward|softmax_backward", "ATen softmax", "softmax backward",
+               MEMORY, _ONE_PASS),
+    FamilyRule(r"softmax_warp_forward|cunn_SoftMaxForward|[sS]oft[mM]ax", "ATen softmax", "softmax", MEMORY, _ONE_PASS),
+    FamilyRule(r"triu_tril", "ATen triu_tril", "mask building", MEMORY, _ONE_PASS),
+    FamilyRule(r"masked_fill|masked_scale", "ATen masked_fill", "mask", MEMORY, _ONE_PASS),
+    FamilyRule(r"where_kernel|where_cuda", "ATen where", "select", MEMORY, _ONE_PASS),
+    FamilyRule(r"FillFunctor", "ATen fill", "fill", MEMORY, _ONE_PASS),
+    FamilyRule(r"copy_kernel_cuda|copy_device_to_device|CatArrayBatchedCopy", "ATen copy", "copy", MEMORY, _ONE_PASS),
+    FamilyRule(r"arange_cuda|elementwise_kernel_with_index|range_cuda", "ATen fill", "fill", MEMORY, _ONE_PASS),
+    FamilyRule(r"isneginf|isinf", "ATen elementwise", "comparison", MEMORY, _ONE_PASS),
+    FamilyRule(r"reduce_kernel|RowwiseMoments|segment_reduce", "ATen reduce", "reduction", MEMORY, _ONE_PASS),
+    FamilyRule(r"Functor_add|AddFunctor|add_kernel", "ATen elementwise", "add", MEMORY, _ONE_PASS),
+    FamilyRule(r"MulFunctor|MulScalarFunctor|mul_kernel", "ATen elementwise", "scale", MEMORY, _ONE_PASS),
+    FamilyRule(r"DivFunctor|div_true_kernel", "ATen elementwise", "scale", MEMORY, _ONE_PASS),
+    FamilyRule(r"index(_elementwise|Select|_select|FuncLarge)|gather_kernel|scatter", "ATen index", "copy", MEMORY,
+               _ONE_PASS),
+    FamilyRule(r"fused_dropout|dropout_kernel|distribution_(elementwise|nullary)", "ATen random", "dropout", MEMORY,
+               _ONE_PASS),
+    FamilyRule(r"layer_norm|LayerNorm|[Rr]msnorm|GroupNorm|batch_norm|bn_(fw|bw)", "normalisation", "normalisation",
+               MEMORY, _ONE_PASS),
+    FamilyRule(r"transform_bias_rescale_qkv", "ATen elementwise", "scale", MEMORY, _ONE_PASS),
+    FamilyRule(r"elementwise_kernel", "ATen elementwise", "elementwise", MEMORY, _ONE_PASS),
+    FamilyRule(r"nchwToNhwc|nhwcToNchw", "cudnn", "layout copy", MEMORY, _ONE_PASS),
+    FamilyRule(r"max_pool|avg_pool|upsample", "ATen pooling", "elementwise", MEMORY, _ONE_PASS),
+    FamilyRule(r"^fused_|nvfuser", "TorchScript fuser", "fused elementwise", MEMORY, _ONE_PASS),
+    FamilyRule(r"^void cudnn::|^cudnn", "cudnn", None),
+    FamilyRule(r"^void at::native|\bat::native", "ATen", None),
+    FamilyRule(r"ncclDevKernel|ncclKernel", "nccl", "communication", MEMORY, "it moves data between GPUs"),
+)  # fmt: skip
+
+# For matrix products and fused kernels: what multiplies. Ordered; the first match wins.
+UNIT_RULES: tuple[UnitRule, ...] = (
+    UnitRule(r"ffma|simt", CUDA_CORE, "its name says {0}: plain fused multiply-adds on CUDA cores"),
+    UnitRule(r"tensorop", TENSOR_CORE, "its name says tensorop"),
+    UnitRule(r"(?<![a-z])[hiqw]?g?mma(?![a-z])", TENSOR_CORE, "its name says {0}, matrix multiply-accumulate"),
+    UnitRule(r"[_a-z](?:16816|1688|161616|884|16832|8816|64\d{1,3}16)gemm", TENSOR_CORE,
+             "its name holds the shape of a tensor core instruction: {0}"),
+    UnitRule(r"fmha_cutlass[FB]_f(?:16|32)?_?\w*sm(?:50)\b|fmha_cutlass[FB]_f32\w*_sm(?:50|60|70|75)\b", CUDA_CORE,
+             "tensor cores of that age take no such operands, so CUTLASS multiplies on CUDA cores"),
+    UnitRule(r"fmha_cutlass[FB]_(?:f16|bf16)\w*_sm(?:70|75|80)", TENSOR_CORE,
+             "16-bit operands on sm70 or newer: CUTLASS multiplies on tensor cores"),
+    UnitRule(r"fmha_cutlass[FB]_f32\w*_sm80", TENSOR_CORE,
+             "fp32 operands on sm80: CUTLASS splits them into TF32 products on tensor cores"),
+    UnitRule(r"^nvjet_(?:sm\d+_)?(?:t|h|q)", TENSOR_CORE,
+             "nvjet kernels with 16-bit or 8-bit operands multiply on tensor cores"),
+    UnitRule(r"sgemm|dgemm(?!_tensor)", CUDA_CORE, "{0} is the single or double precision product on CUDA cores"),
+    UnitRule(r"scudnn|convolve_sgemm", CUDA_CORE, "a single precision convolution on CUDA cores"),
+    UnitRule(r"xmma_gemm_\w*(?:tf32|bf16bf16|f16f16|e4m3|e5m2|i8i8)", TENSOR_CORE,
+             "xmma with operands that tensor cores take ({0})"),
+    UnitRule(r"xmma_gemm_f32f32_f32f32", CUDA_CORE, "both operands are fp32, which no tensor core takes as such"),
+    UnitRule(r"MI\d+x\d+", TENSOR_CORE, "its name holds a matrix instruction ({0}), AMD's tensor core"),
+    UnitRule(r"MT\d+x\d+.*_MI_?0", CUDA_CORE, "its name holds no matrix instruction"),
+)  # fmt: skip
+
+_DTYPES = (
+    ("bf16", r"bf16|bfloat16|BFloat16|nv_bfloat16|^nvjet_(?:sm\d+_)?tst|_BBS_|_BB_|_B_BS_|DF16b"),
+    ("fp16", r"(?<!b)f16|fp16|c10::Half|__half|half_t|h1688|h16816|h884|^nvjet_(?:sm\d+_)?hsh|_HHS_"),
+    ("tf32", r"tf32|tensorop_s1688gemm"),
+    ("fp8", r"e4m3|e5m2|fp8"),
+    ("fp64", r"double|dgemm|f64"),
+    ("fp32", r"float|f32|sgemm|_ffma|_S_B"),
+    ("bool", r"\bbool\b"),
+)
+_GENERATIONS = {"volta": "sm_70", "turing": "sm_75", "ampere": "sm_80", "hopper": "sm_90", "blackwell": "sm_100"}
+_TILES = (
+    r"Flash_\w+_kernel_traits<\d+,\s*(\d+),\s*(\d+)",
+    r"tilesize(\d+)x(\d+)x(\d+)",
+    r"sdpa_\w*knob_\d+_(\d+)x(\d+)x(\d+)",
+    r"aligned_(\d+)x(\d+)",
+    r"^nvjet_(?:sm\d+_)?[a-z]+_(\d+)x(\d+)_(\d+)x",
+    r"_MT(\d+)x(\d+)x(\d+)",
+    r"gemm\w*?_(\d+)x(\d+)(?:_(\d+)x\d+)?",
+    r"sgemm_(\d+)x(\d+)",
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def explain_name(name: str) -> Meaning:
+    """What a kernel's name says, with the rule that decided its unit."""
+    rule = next((r for r in FAMILY_RULES if re.search(r.pattern, name)), None)
+    if rule is None:
+        return Meaning(None, None, None, None, None, UNKNOWN, UNKNOWN_RULE)
+    unit, why = (rule.unit, rule.why) if rule.unit is not None else _unit(name)
+    return Meaning(rule.family, rule.role, _dtype(name), _tile(name), _architecture(name), unit, why)
+
+
+def _unit(name: str) -> tuple[str, str]:
+    for rule in UNIT_RULES:
+        match = re.search(rule.pattern, name)
+        if match:
+            return rule.unit, rule.why.format(match.group().strip("_"))
+    return UNKNOWN, UNKNOWN_RULE
+
+
+def _dtype(name: str) -> str | None:
+    """The operand type: among those the name mentions, the one mentioned first (later ones are accumulators)."""
+    if re.search(r"xmma_gemm_f32f32_tf32|tensorop_s1688gemm", name):
+        return "tf32"
+    if re.match(r"cudnn_generated\w*_f16_", name):
+        return "16-bit"  # cuDNN writes f16 for bf16 too
+    found = [(m.start(), dtype) for dtype, pattern in _DTYPES if (m := re.search(pattern, name))]
+    return min(found)[1] if found else None
+
+
+def _tile(name: str) -> str | None:
+    for pattern in _TILES:
+        match = re.search(pattern, name)
+        if match:
+            return "x".join(part for part in match.groups() if part)
+    return None
+
+
+def _architecture(name: str) -> str | None:
+    match = re.search(r"(?:^|[_:<])sm_?(\d{2,3})a?(?![0-9])", name) or re.search(r"cutlass(?:3x)?_(\d{2,3})_", name)
+    if match:
+        return f"sm_{match.group(1)}"
+    match = re.search(r"Sm(\d{2,3})\b", name)
+    if match:
+        return f"sm_{match.group(1)}"
+    match = re.search(r"ISA(9\d\d|1[12]\d\d)", name)
+    if match:
+        return f"gfx{match.group(1)}"
+    match = re.match(r"_?(?:5x_cudnn_)?(volta|turing|ampere|hopper|blackwell)_", name)
+    return _GENERATIONS[match.group(1)] if match else None

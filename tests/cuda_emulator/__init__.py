@@ -1,0 +1,140 @@
+"""Runs the ladder's CUDA kernels on a CPU, compiled by g++, thread by thread.
+
+A stand-in for :func:`attnscope.cuda.load_kernel` that needs no GPU: the kernels' own text is compiled against
+``runtime.hpp``, and only ``device.cuh`` and ``tensor_core.cuh``, which hold PTX, are replaced. It finds wrong indices,
+missing barriers (run both orders and compare), barriers that not all threads reach, misaligned vector accesses of
+the tensor-core rungs and shared memory read before it was written. It says nothing of speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnscope import cuda
+from attnscope.device import Device
+
+HERE = Path(__file__).parent
+REPLACED = ("device.cuh", "tensor_core.cuh")
+
+
+class EmulatedDevice(Device):
+    """Claims to be a Hopper card; its tensors live on the CPU."""
+
+    @property
+    def torch_name(self) -> str:
+        return "cpu"
+
+
+DEVICE = EmulatedDevice("cuda", "emulated", capability=(9, 0), multiprocessors=1)
+
+
+@dataclass
+class EmulatedKernel:
+    """A kernel as :class:`attnscope.cuda.Kernel` looks from outside. ``order`` 0 or 1: first or last thread first."""
+
+    name: str
+    function: Any
+    types: list[Any]
+    launches: int = 0
+    order: int = 0
+
+    def launch(self, grid: tuple[int, ...], block: int, *args: Any, shared_bytes: int = 0) -> None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        values, _ = cuda.pack_arguments(args)
+        assert len(values) == len(self.types), f"{self.name} takes {len(self.types)} arguments, got {len(values)}"
+        for value, kind, arg in zip(values, self.types, args, strict=True):
+            if kind is ctypes.c_void_p:
+                assert hasattr(arg, "data_ptr"), f"{self.name}: a pointer is missing, got {value}"
+            elif kind is ctypes.c_longlong:
+                assert isinstance(arg, ctypes.c_longlong), f"{self.name}: a 64-bit argument is missing, got {arg!r}"
+            else:
+                assert not hasattr(arg, "data_ptr"), f"{self.name}: a number is missing, got a tensor"
+                assert isinstance(arg, float) == (kind is ctypes.c_float), f"{self.name}: {arg!r} for a {kind.__name__}"
+        self.launches += 1
+        error = self.function(gx, gy, gz, block, shared_bytes, ORDER["value"], *values)
+        assert error is None, f"{self.name}, grid {grid}, block {block}: {error.decode()}"
+
+    def allow_shared_bytes(self, shared_bytes: int, device_index: int) -> None:
+        assert shared_bytes <= 227 * 1024
+
+
+ORDER = {"value": 0}
+
+
+def load_kernel(path: Path, name: str, device: Device, defines: dict[str, Any] | None = None) -> EmulatedKernel:
+    """What the rungs call in place of :func:`attnscope.cuda.load_kernel`."""
+    del device
+    library, types = _build(path, tuple(sorted((defines or {}).items())))
+    function = library[f"emulate_{name}"]
+    function.restype = ctypes.c_char_p
+    function.argtypes = [ctypes.c_uint] * 4 + [ctypes.c_size_t, ctypes.c_int, *types[name]]
+    return EmulatedKernel(name, function, types[name])
+
+
+@functools.cache
+def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDLL, dict[str, list[Any]]]:
+    text = _expand(path)
+    text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)emulator_dynamic_shared();", text)
+    wrappers, types = [], {}
+    for match in re.finditer(r'extern "C" __global__ void\s+(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)', text):
+        name, parameters = match[1], [" ".join(p.split()) for p in match[2].split(",")]
+        names = [re.search(r"(\w+)$", p)[1] for p in parameters]
+        types[name] = [_ctype(p) for p in parameters]
+        wrappers.append(
+            f'extern "C" const char* emulate_{name}(unsigned gx, unsigned gy, unsigned gz, unsigned threads, '
+            f"size_t shared_bytes, int order, {', '.join(parameters)}) {{ return emulator_launch(gx, gy, gz, threads, "
+            f"shared_bytes, order, [&] {{ {name}({', '.join(names)}); }}); }}"
+        )
+    source = "\n".join(['#include "runtime.hpp"', text, *wrappers])
+    flags = [f"-D{name}={value}" for name, value in defines]
+    key = hashlib.sha256("\0".join([source, (HERE / "runtime.hpp").read_text(), *flags]).encode()).hexdigest()[:24]
+    library = Path(tempfile.gettempdir()) / f"attnscope-emulator-{key}.so"
+    if not library.exists():
+        made = library.with_suffix(f".{id(text)}.tmp")
+        command = ["g++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-x", "c++", "-", f"-I{HERE}", *flags]
+        done = subprocess.run([*command, "-o", str(made)], input=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+        made.replace(library)
+    return ctypes.CDLL(str(library)), types
+
+
+def _ctype(parameter: str) -> Any:
+    if "*" in parameter:
+        return ctypes.c_void_p
+    kind = parameter.split()[0]
+    return {"i64": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}[kind]
+
+
+def _expand(path: Path) -> str:
+    """As :func:`attnscope.cuda.expand_includes`, with the files that hold PTX replaced by this folder's."""
+    seen: set[str] = set()
+
+    def lines(file: Path) -> list[str]:
+        if file.name in seen:
+            return []
+        seen.add(file.name)
+        found = []
+        for line in file.read_text().splitlines():
+            included = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
+            if included is None:
+                found.append("" if line.strip() == "#pragma once" else line)
+            elif included[1] in REPLACED:
+                found += lines(HERE / included[1])
+            else:
+                found += lines(file.parent / included[1])
+        return found
+
+    real = (path.parent / "device.cuh").read_text()
+    reductions = "\n".join(
+        real[real.index(f"__device__ __forceinline__ float {name}") :].partition("\n}\n")[0] + "\n}"
+        for name in ("block_sum", "block_max")
+    )
+    return "\n".join(lines(path)).replace("BLOCK_REDUCTIONS", reductions)
