@@ -37,6 +37,7 @@ ROLE_INKS = {
     "--role-fused": "#44aa99", "--role-scores": "#5a4fcf", "--role-values": "#88bbee", "--role-matmul": "#5f6fc4",
     "--role-softmax": "#ddaa33", "--role-scale": "#2f8f4f", "--role-mask": "#cc6677", "--role-copy": "#aa3377",
     "--role-cast": "#999933", "--role-reduction": "#aa66bb", "--role-other": "#9aa1aa",
+    "--role-softmax-2": "#e3c98a", "--role-mask-2": "#e0a5ae", "--role-copy-2": "#c48bb0", "--role-scale-2": "#8fc7a0",
 }  # fmt: skip
 
 
@@ -155,9 +156,8 @@ def findings_list(runs: Sequence[Run], workloads: Sequence[str]) -> str | None:
     results = [r for w in workloads if (run := find_run(runs, w)) for r in run.for_workload(w)]
     lines = []
     for f in words.findings_of(results):
-        saving = f" ({format_us(f.saving_us)} a call)" if f.saving_us is not None else ""
-        remedy = f" Remedy: {f.remedy}." if f.remedy else ""
-        lines.append(f"- `{f.implementation}` {f.direction or ''}: {f.sentence}{saving}.{remedy}".replace(" :", ":"))
+        remedy = f" Remedy: `{words.clean(f.remedy)}`" if f.remedy else ""
+        lines.append(f"- {words.finding_sentence(f)}{remedy}")
     return "\n".join(lines) or None
 
 

@@ -123,7 +123,7 @@ def _profiled(timer: CudaTimer, call: Callable[[], object], samples: int) -> lis
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(samples):
             timer.time_call(call, SPIN_US)
         torch.cuda.synchronize()

@@ -92,6 +92,20 @@ KERNELS: dict[str, list[tuple[str, float, str, str, str]]] = {
     "sdpa_cudnn": [(CUDNN, 58.9, "fused attention", "aten::_cudnn_attention_forward", "tensor core")],
     "sdpa_auto": [(CUDNN, 59.1, "fused attention", "aten::_cudnn_attention_forward", "tensor core")],
 }
+EXPECTED = (
+    "scores matmul: scores = Q·Kᵀ: one matrix product", "scale: scores · scale: one elementwise product",
+    "mask: one fill or addition of the hidden scores", "softmax: softmax over the keys",
+    "values matmul: out = P·V: one matrix product",
+)  # fmt: skip
+SURPRISES = {
+    ("naive", "forward"): (
+        "1 × copy (Memcpy DtoD (Device -> Device); 126 µs): a copy that no line of the code asks for",
+    ),
+    ("sdpa_math", "forward"): (
+        "5 × cast (aten::_to_copy; 349 µs): a change of dtype that no line of the code asks for",
+        "9 more mask than expected (aten::ones, aten::tril, aten::where; 514 µs): the mask is built anew in each call",
+    ),
+}
 _BACKWARD_ROLES = (
     ("softmax", 0.22), ("values matmul", 0.13), ("scores matmul", 0.15), ("mask", 0.18), ("scale", 0.08),
     ("copy", 0.10), ("matmul", 0.14),
@@ -218,9 +232,8 @@ def profile(implementation: str, direction: str = "forward", **changes: Any) -> 
     made = Profile(
         direction, f"{implementation}-{direction}", 3, float(len(events)), 3.0 * len(events) + 4, gpu, host,
         3 * gpu, 3 * host, spilled_kernels=0, table=tuple(sorted(rows.values(), key=lambda r: -r.gpu_us))[:15],
-        expected=("scores matmul", "scale", "mask", "softmax", "values matmul") if len(events) > 1
-        else ("fused attention",),
-        surprises=("a Memcpy DtoD of 256 MiB that the code does not name",) if implementation == "naive" else (),
+        expected=EXPECTED if len(events) > 1 else ("fused attention: one fused kernel",),
+        surprises=SURPRISES.get((implementation, direction), ()),
         trace=f"traces/B8-H16-L1024-D64-bf16-causal/{implementation}-{direction}.json.gz",
     )  # fmt: skip
     return replace(made, **changes)

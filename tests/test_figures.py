@@ -72,7 +72,7 @@ def test_tables_are_written_from_the_records(figures, tmp_path: Path):
     assert "| read bandwidth | 4,020 GB/s |" in text
     assert "broken" not in text and "old" not in text and "\nbetween\n" in text and text.endswith("end\n")
     assert "kept\n<!-- end generated -->" in text, "a block without a record stays as it is"
-    assert "- `naive` forward: masked_fill without" in (root / "docs" / "guide.md").read_text()
+    assert "- naive forward: masked_fill without" in (root / "docs" / "guide.md").read_text()
 
 
 def test_running_it_twice_changes_nothing(figures, tmp_path: Path, capsys):

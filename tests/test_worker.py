@@ -107,3 +107,12 @@ def test_a_child_that_died_between_calls_is_replaced(worker):
     os.kill(child, signal.SIGKILL)
     time.sleep(0.3)
     assert call(worker, "pid") != child
+
+
+def test_a_warm_up_runs_first_in_every_new_child_outside_the_limit():
+    made = Worker(warm_up=("test_worker:sleep", 1.5))
+    assert call(made, "add", 1, 1, timeout_s=1.0) == 2
+    with pytest.raises(WorkerFailed):
+        call(made, "die", 3)
+    assert call(made, "add", 1, 2, timeout_s=1.0) == 3
+    made.close()

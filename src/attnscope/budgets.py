@@ -76,10 +76,10 @@ class Roundoff:
             **{field: storage for word, field in LOOSE_FIELDS.items() if word in rounds},
         )
 
-    def stored(self, tensor: Tensor) -> Tensor:
-        """Variance that rounding ``tensor`` to the storage type makes."""
+    def stored(self, tensor: Tensor, unit: float = 1.0) -> Tensor:
+        """Variance that rounding ``tensor`` to the storage type makes, if ``unit`` times it is what is stored."""
         variance = (self.storage**2 + 2 * self.operand**2) * tensor.square()
-        return variance + tensor.abs().clamp(max=self.tiny).square() if self.half else variance
+        return variance + tensor.abs().clamp(max=self.tiny / unit).square() if self.half else variance
 
 
 @dataclass
@@ -245,10 +245,12 @@ class ErrorModel(Work):
         self._add_sinks(self.variance.get("dsinks"), *self._sinks_variance(c, delta, common))
         cap = 1.0 if c.cap is None else c.cap
         raw = c.grad_s * cap
-        # twice: also as dS * scale, or as one head's dk of a group; once more where sums are rounded, for each tile
-        steps = 2 if r.scores or self.w.group > 1 else 1
+        # twice where one head's dk of a group is rounded; once more where sums are rounded, for each tile
+        steps = 2 if self.w.group > 1 else 1
         key_tiles, row_tiles = (n / SUMMED_ROWS if r.sums else 0.0 for n in (self.w.S, self.w.L))
         pair = pair * cap**2 + steps * r.stored(raw)
+        if r.scores and self.w.effective_scale:
+            pair = pair + r.stored(raw, unit=abs(self.w.effective_scale))  # dS * scale
         mean_key = (p * cap) @ k[:, None]
         dq = self._whole("dq", rows)
         in_tiles = pair + key_tiles * r.stored(raw)

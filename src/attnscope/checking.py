@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from attnscope.budgets import Expectation, expect
@@ -217,8 +217,8 @@ class _Checker:
             checks = judge(tensors, self._expectation(pristine, self.rounds), pristine.kind)
             self.is_loose = True
         if stale and not all(check.passed for check in checks):
-            message = f"out on {pristine.kind} inputs: it is the output of an earlier call, bit for bit"
-            checks = [replace(checks[0], passed=False, message=message), *checks[1:]]
+            message = f"out on {pristine.kind} inputs is the output of an earlier call, bit for bit"
+            checks = [TensorCheck("out", pristine.kind, False, None, None, message=message), *checks]
         self.told += tight
         self.found += checks + self._outside_sample(call.tensors, pristine)
 
@@ -313,10 +313,11 @@ class _Checker:
         """What is worst, in one sentence."""
         failed = [check for check in self.found if not check.passed]
         if failed:
-            # what breaks the contract explains more than an error, and an error on plain inputs more than on hard ones
-            first = min(failed, key=lambda check: (check.error_budget is not None, -factor_of(check)))
+            # what breaks the contract explains more than an error, an error on the first kind more than on hard ones
+            kinds = list(dict.fromkeys(check.kind for check in self.found))
+            first = min(failed, key=lambda c: (c.error_budget is not None, kinds.index(c.kind), -factor_of(c)))
             more = len({(check.tensor, check.kind) for check in failed}) - 1
-            return first.message + (f" (and {more} more tensor{'s' if more > 1 else ''})" if more else "")
+            return first.message + (f" (and {more} more)" if more else "")
         if worst is None or not worst.error_budget or worst.row_rel_error_max is None:
             return "nothing to compare"
         sentence = (
@@ -341,9 +342,13 @@ def _one_each(checks: list[TensorCheck]) -> list[TensorCheck]:
     best: dict[tuple[str, str], TensorCheck] = {}
     for check in checks:
         old = best.get((check.tensor, check.kind))
-        if old is None or (not check.passed, factor_of(check)) > (not old.passed, factor_of(old)):
+        if old is None or _gravity(check) > _gravity(old):
             best[check.tensor, check.kind] = check
     return list(best.values())
+
+
+def _gravity(check: TensorCheck) -> tuple[bool, bool, float]:
+    return not check.passed, check.error_budget is None, factor_of(check)
 
 
 def _contract_problem(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> str:

@@ -20,7 +20,7 @@ from attnscope.device import Device, Environment
 from attnscope.errors import AttnscopeError, DeviceError, UsageError
 from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
-from attnscope.worker import Caller, InProcess, RemoteError, Worker, WorkerFailed
+from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed
 from attnscope.workload import DIRECTIONS, Workload
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": DIRECTIONS}
 TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
-START_LIMIT_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class _Sweep:
         self.limits: Limits | None = None
 
     def _new_worker(self) -> Caller:
-        return InProcess() if self.in_process else Worker()
+        return InProcess() if self.in_process else Worker(warm_up=("attnscope.jobs:start", self.plan.device))
 
     def run(self) -> Run:
         rows: list[Result] = []

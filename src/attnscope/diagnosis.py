@@ -26,7 +26,7 @@ def describe_non_finite(name: str, tensor: Tensor, wrong: Tensor) -> str:
     where = place(name, _first(rows))
     unwritten = count_poison(tensor)
     if unwritten:
-        return f"{unwritten} of {total} values were never written: they still hold the poison, first at {where}"
+        return f"{unwritten} of {total} values are NaN with every bit set, as memory never written, first at {where}"
     return f"{count} of {total} values are not finite, first at {where}"
 
 
@@ -60,13 +60,13 @@ def _first(rows: Tensor) -> tuple[int, ...]:
 
 
 def _scaled(name: str, x: Tensor, truth: Tensor, budget: RowBudget) -> str | None:
-    """The factor that brings all rows but a few back within twice their budget; None where there is none."""
+    """The factor without which every row is within twice its budget; None where there is none."""
     square = truth.square().sum().item()
     factor = (x * truth).sum().item() / square if square else 1.0
     if abs(factor - 1) < 2e-3 or abs(factor) < 1e-3:
         return None
-    left = row_norms(name, x / factor - truth) <= 2 * budget.allowed
-    return significant(factor, 4) if left.double().mean().item() > 0.99 else None
+    explained = row_norms(name, x / factor - truth) <= 2 * budget.allowed
+    return significant(factor, 4) if bool(explained.all()) else None
 
 
 def _pattern(name: str, bad: Tensor, counted: Tensor) -> str:
@@ -87,5 +87,7 @@ def _pattern(name: str, bad: Tensor, counted: Tensor) -> str:
     first, last = int(marked[0]), int(marked[-1])
     seen = bad[..., first : last + 1].double().sum() / counted[..., first : last + 1].double().sum().clamp_min(1)
     if seen > 0.9 and (first > 0 or last < len(rows) - 1):
+        if first == last:
+            return f"{row_word} {first} wherever it is"
         return f"{row_word}s {first} to {last}" if last < len(rows) - 1 else f"{row_word}s from {first} on"
     return f"{count} of {total} {row_word}s"

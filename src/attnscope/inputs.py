@@ -7,6 +7,7 @@ strides. Must not import an implementation or a later stage.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -321,10 +322,10 @@ def _needles(inputs: Inputs, generator: Any) -> None:
     import torch
 
     w, device = inputs.workload, inputs.q.device
-    planted = _plan_needles(inputs, generator)
-    if not planted:
+    planted = _plan_needles(inputs, generator).to(device)
+    if len(planted) == 0:
         return
-    b, kv, key, head, row, distance = torch.tensor(planted, device=device).unbind(-1)
+    b, kv, key, head, row, distance = planted.unbind(-1)
     query = inputs.q[b, head, row].float()
     target = torch.full((len(planted),), math.log(max(w.S, 1)) + NEEDLE_MARGIN, device=device)
     if inputs.alibi_slopes is not None:
@@ -333,8 +334,11 @@ def _needles(inputs: Inputs, generator: Any) -> None:
     inputs.k[b, kv, key] = (query * strength.clamp(-VALUE_LIMIT, VALUE_LIMIT)[:, None]).to(inputs.k.dtype)
 
 
-def _plan_needles(inputs: Inputs, generator: Any) -> list[tuple[int, int, int, int, int, int]]:
-    """(b, kv head, key, query head, row, distance of row and key); each key and each (head, row) at most once."""
+def _plan_needles(inputs: Inputs, generator: Any) -> Tensor:
+    """int64 (n, 6) on the CPU: b, kv head, key, query head, row, distance of row and key.
+
+    Each key and each (head, row) at most once. Heads with the same geometry share a plan, so that thousands are quick.
+    """
     import torch
 
     w = inputs.workload
@@ -342,42 +346,52 @@ def _plan_needles(inputs: Inputs, generator: Any) -> list[tuple[int, int, int, i
     count = (min(w.S, 16),)
     random = torch.randint(0, max(w.S, 1), count, generator=generator, device=inputs.q.device).tolist()
     keys = list(dict.fromkeys(edges + random))
-    low, high = (t.tolist() for t in inputs.row_bounds())
-    low, high = (rows * w.B if len(rows) == 1 else rows for rows in (low, high))
-    found = []
+    low, high = row_bounds(w, "cpu")
+    mask = None if inputs.mask is None else inputs.mask.cpu().expand(w.B, w.H, w.L, w.S)
+    plans: dict[Any, Tensor] = {}
+    found = [torch.empty(0, 6, dtype=torch.int64)]
     for b in range(w.B if w.L else 0):
-        first, last = min(low[b]), max(high[b])
         for kv in range(w.H_kv):
             turn = (b * w.H_kv + kv) * 7 % max(len(keys), 1)  # where rows are few, each head tries other keys
-            free = _FreeRows(inputs, b, kv, low[b], high[b])
-            for salt, key in enumerate(keys[turn:] + keys[:turn]):
-                slot = free.take(key, salt) if first <= key < last else None
-                if slot is not None:
-                    found.append((b, kv, key, *slot, abs(slot[1] + w.query_offset(b) - key)))
-    return found
+            alike = (turn, w.key_length(b), None if mask is None else (b, kv))
+            if alike not in plans:
+                heads = slice(kv * w.group, (kv + 1) * w.group)
+                rows = _FreeRows(w, b, low[b].tolist(), high[b].tolist(), None if mask is None else mask[b, heads])
+                plans[alike] = rows.plan(keys[turn:] + keys[:turn])
+            plan = plans[alike] + torch.tensor([b, kv, 0, kv * w.group, 0, 0])
+            found.append(plan)
+    return torch.cat(found)
 
 
 class _FreeRows:
-    """The (query head, row) pairs of one key/value head that no needle uses yet."""
+    """The (query head of the group, row) pairs of one key/value head that no needle uses yet."""
 
-    def __init__(self, inputs: Inputs, b: int, kv: int, low: list[int], high: list[int]) -> None:
-        w = inputs.workload
-        self.w, self.b, self.low, self.high = w, b, low, high
-        self.heads = range(kv * w.group, (kv + 1) * w.group)
-        self.mask = None if inputs.mask is None else inputs.mask.expand(w.B, w.H, w.L, w.S)[b]
+    def __init__(self, w: Workload, b: int, low: list[int], high: list[int], mask: Tensor | None) -> None:
+        self.w, self.low, self.high, self.mask = w, low, high, mask
+        self.offset = w.query_offset(b)
         self.used: set[tuple[int, int]] = set()
+
+    def plan(self, keys: list[int]) -> Tensor:
+        """Rows (0, 0, key, head of the group, row, distance) for those keys that still find a row."""
+        import torch
+
+        slots = ((key, self.take(key, salt)) for salt, key in enumerate(keys))
+        found = [(0, 0, key, *slot, abs(slot[1] + self.offset - key)) for key, slot in slots if slot is not None]
+        return torch.tensor(found, dtype=torch.int64).view(-1, 6)
 
     def take(self, key: int, salt: int) -> tuple[int, int] | None:
         """A pair that sees ``key``: near it under ALiBi, which silences what is far, else spread by ``salt``."""
-        rows = len(self.low)
-        start = key - self.w.query_offset(self.b) if self.w.alibi else key + salt * 37
+        # bounds never fall from row to row, so the rows that see a key are neighbours
+        first, last = bisect.bisect_right(self.high, key), bisect.bisect_right(self.low, key)
+        rows = last - first
+        if rows <= 0:
+            return None
+        start = min(max(key - self.offset - first, 0), rows - 1) if self.w.alibi else key + salt * 37
         column = None if self.mask is None else self.mask[:, :, key].tolist()
         for step in range(rows):
-            row = (start + step) % rows
-            if not self.low[row] <= key < self.high[row]:
-                continue
-            for turn in range(len(self.heads)):
-                head = self.heads[(salt + turn) % len(self.heads)]
+            row = first + (start + step) % rows
+            for turn in range(self.w.group):
+                head = (salt + turn) % self.w.group
                 if (head, row) not in self.used and (column is None or column[head][row]):
                     self.used.add((head, row))
                     return head, row

@@ -16,7 +16,6 @@ from typing import Any
 from attnscope import implementation as registry
 from attnscope.checking import ReferenceCache, check_implementation
 from attnscope.device import Device, Environment, available_memory_bytes, find_device, read_environment
-from attnscope.errors import AttnscopeError
 from attnscope.implementation import Implementation, Prepared, safe_reasons
 from attnscope.inputs import Inputs, make_inputs, refuse_too_large
 from attnscope.measuring import (
@@ -156,6 +155,7 @@ def measure(
         options,
         visible_pairs=inputs.visible_pairs,
         progress=lambda name, stage: report((stage, name)),
+        warm=(inputs.q,) if ask.workload.L == 1 else (),  # decode: the keys are cold, the query was just made
     )
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
 
@@ -181,7 +181,8 @@ def _forget() -> None:
 def _inputs(ask: Ask) -> Inputs:
     key = (ask.workload, ask.device, ask.seed)
     if _state.get("inputs_key") != key:
-        _state.pop("inputs", None)
+        for stale in ("inputs", "rotation", "rotation_key"):
+            _state.pop(stale, None)
         _state.update(inputs=make_inputs(ask.workload, ask.device, ask.seed), inputs_key=key)
     return _state["inputs"]
 
@@ -237,19 +238,27 @@ def direction_call(prepared: Prepared, inputs: Inputs, direction: str) -> Callab
 def _contestant(
     ask: Ask, name: str, direction: str, inputs: Inputs, prepare_s: float | None, first_call_ms: float | None
 ) -> Contestant:
-    prepared = _find(ask, name).prepare(ask.workload, ask.device)
-    count = rotation_count(ask.workload, ask.device)
-    copies = [inputs, *(_copies(ask, inputs, count - 1))]
-    calls = [direction_call(prepared, copy, direction) for copy in copies]
-    return Contestant(name=name, call=calls[0], rotating_calls=calls, prepare_s=prepare_s, first_call_ms=first_call_ms)
+    implementation = _find(ask, name)
+    prepared = implementation.prepare(ask.workload, ask.device)
+    return Contestant(
+        name=name,
+        call=direction_call(prepared, inputs, direction),
+        # made when they are needed: a backward's saved tensors are large, and a capture wants its forward on its stream
+        rotating_calls=lambda: [direction_call(prepared, copy, direction) for copy in _rotation(ask, inputs)],
+        capturable=implementation.sheet.cuda_graph,
+        compute=implementation.sheet.compute_precision(ask.workload.dtype),
+        prepare_s=prepare_s,
+        first_call_ms=first_call_ms,
+    )
 
 
-def _copies(ask: Ask, inputs: Inputs, count: int) -> list[Inputs]:
-    key = (_state["inputs_key"], count)
-    if _state.get("copies_key") != key:
-        _state.update(copies=[inputs.clone() for _ in range(count)], copies_key=key)
-    del ask
-    return _state["copies"]
+def _rotation(ask: Ask, inputs: Inputs) -> list[Inputs]:
+    """Enough copies of the inputs to exceed the cache when calls go through them in turn."""
+    key = (_state["inputs_key"], "rotation")
+    if _state.get("rotation_key") != key:
+        count = rotation_count(ask.workload, ask.device)
+        _state.update(rotation=[inputs, *(inputs.clone() for _ in range(count - 1))], rotation_key=key)
+    return _state["rotation"]
 
 
 def _synchronise(device: Device) -> None:
@@ -275,6 +284,3 @@ def _family_mismatch(
             if bad := [name for name in seen if re.search(pattern, name)]:
                 return f"{direction} is not what it claims: {bad[0][:80]!r} ran, which it must not"
     return None
-
-
-__all__ = ["Ask", "AttnscopeError", "Checked", "Measured", "check", "limits", "measure", "profile", "start", "survey"]

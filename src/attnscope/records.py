@@ -153,8 +153,8 @@ class KernelEvent:
     """One GPU kernel, copy or fill of one call (on a CPU: one op), in order.
 
     ``start_us`` counts from the call's first event. ``unit`` is tensor core, CUDA core, memory or unknown,
-    ``unit_rule`` what decided it. ``op`` is the torch op that launched it. Occupancies are percent of the resident warps
-    that a multiprocessor holds: as the trace shows it, and recomputed with the opt-in limit of shared memory.
+    ``unit_rule`` what decided it. ``op`` is the torch op that launched it. Occupancies are percent of the resident
+    warps that a multiprocessor holds: as the trace shows it, and recomputed with the opt-in limit of shared memory.
     """
 
     direction: str

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from attnscope.errors import AttnscopeError
 
 LOG_LINES = 12
+START_LIMIT_S = 180.0
 
 
 class WorkerFailed(AttnscopeError):
@@ -48,9 +49,14 @@ class Caller(Protocol):
 
 
 class Worker:
-    """One child process, started at the first call and again after it died."""
+    """One child process, started at the first call and again after it died.
 
-    def __init__(self) -> None:
+    ``warm_up`` (a ``module:function`` and its arguments) runs first in every new child, within a limit of its own: the
+    seconds that importing torch takes are not the first implementation's.
+    """
+
+    def __init__(self, warm_up: tuple[str, *tuple[Any, ...]] | None = None) -> None:
+        self._warm_up = warm_up
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._log: Path | None = None
@@ -62,6 +68,8 @@ class Worker:
             WorkerFailed: the child died or took longer than ``timeout_s``; it is gone then.
             RemoteError: the function raised; the child lives on.
         """
+        if not self._is_alive() and self._warm_up is not None and self._warm_up[0] != function:
+            self.call(*self._warm_up, timeout_s=START_LIMIT_S)
         connection = self._connect()
         deadline = time.monotonic() + timeout_s
         try:
@@ -100,10 +108,13 @@ class Worker:
             self._log.unlink(missing_ok=True)
         self._process = self._connection = self._log = None
 
-    def _connect(self) -> Connection[Any, Any]:
+    def _is_alive(self) -> bool:
         if self._process is not None and self._process.poll() is not None:
             self.kill()
-        if self._connection is not None:
+        return self._connection is not None
+
+    def _connect(self) -> Connection[Any, Any]:
+        if self._is_alive() and self._connection is not None:
             return self._connection
         ours, theirs = Pipe()
         handle, name = tempfile.mkstemp(prefix="attnscope-worker-", suffix=".log")

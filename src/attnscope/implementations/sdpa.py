@@ -312,6 +312,8 @@ class PreparedSdpa:
         if not parts:
             return seen_or_hidden
         added = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        if added.shape[-1] != inputs.workload.S:  # the CUDA kernels refuse a last dim of stride 0
+            added = added.expand(*added.shape[:-1], inputs.workload.S).contiguous()
         return added if seen_or_hidden is None else added.masked_fill(seen_or_hidden, -torch.inf)
 
 

@@ -29,11 +29,13 @@ TENSOR_COLORS = {
 }  # fmt: skip
 KIND_SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")
 KIND_SIGNS = dict(zip(KIND_SYMBOLS, "●◆■▲✕★", strict=True))
-# First match wins. Two products of one kind share a hue; what only moves data is red to purple.
+# First match wins. Roles of one family share a hue; what only moves data is red to purple.
 ROLE_COLORS = (
-    ("fused", "--role-fused"), ("scores matmul", "--role-scores"), ("values matmul", "--role-values"),
-    ("matmul", "--role-matmul"), ("softmax", "--role-softmax"), ("scale", "--role-scale"), ("mask", "--role-mask"),
-    ("copy", "--role-copy"), ("cast", "--role-cast"), ("reduc", "--role-reduction"),
+    ("fused attention", "--role-fused"), ("scores matmul", "--role-scores"), ("values matmul", "--role-values"),
+    ("matmul", "--role-matmul"), ("safe softmax", "--role-softmax-2"), ("softmax backward", "--role-softmax-2"),
+    ("softmax", "--role-softmax"), ("elementwise", "--role-scale-2"), ("scale", "--role-scale"),
+    ("mask building", "--role-mask-2"), ("mask", "--role-mask"), ("layout copy", "--role-copy-2"),
+    ("KV repeat", "--role-copy-2"), ("copy", "--role-copy"), ("cast", "--role-cast"), ("reduc", "--role-reduction"),
 )  # fmt: skip
 
 
@@ -294,7 +296,10 @@ def timeline_chart(results: Sequence[Result], modes: Sequence[str]) -> Chart | N
     if not views:
         return None
     keys = sorted(((role_color(role), role) for role in roles), key=lambda pair: _role_rank(pair[1]))
-    caption = "One call each, all on the same time axis. With a mouse, drag to zoom in and double-click to zoom out."
+    caption = (
+        "One call each, all on the same time axis; right, the sum of its parts. "
+        "With a mouse, drag to zoom in and double-click to zoom out."
+    )
     return Chart("Timeline of one call", caption, tuple(views), tuple(Key(words.clean(r), color=c) for c, r in keys))
 
 

@@ -5,8 +5,9 @@ Reads Run, Limits, Profile, KernelEvent; writes nothing. Must import neither tor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
 
 from attnscope.records import KernelEvent, Limits, Profile, Run
 from attnscope.reporting.words import clean, format_count
@@ -15,34 +16,43 @@ from attnscope.units import GIB, MISSING, format_bytes, format_us, significant
 # --- a profile --------------------------------------------------------------------------------------------------------
 
 
-def beside(expected: Sequence[str], kernels: Sequence[KernelEvent]) -> list[tuple[str, KernelEvent | None, bool]]:
-    """Rows of what one would expect beside what was seen; True marks what only one side has.
+@dataclass(frozen=True)
+class Beside:
+    """What one would expect, beside what was seen of it: how often, and its time. ``differs`` marks a surprise."""
 
-    Expectations that name roles are aligned with the kernels' roles (longest common subsequence); where none does,
-    they are sentences and simply stand beside the kernels.
+    expected: str
+    seen: str
+    us: float | None
+    differs: bool
+
+
+def beside(profile: Profile, kernels: Sequence[KernelEvent]) -> list[Beside]:
+    """The expected steps, each beside the kernels of its role, then the roles that nobody expected.
+
+    An expectation reads ``role: sentence``. One that may stay out is no surprise where it was not seen: the profile's
+    own surprises decide. Without expectations nothing can surprise, and there are no rows.
     """
-    roles = [kernel.role for kernel in kernels]
-    if not set(roles) & set(expected):
-        return [(said or "", kernel, False) for said, kernel in zip_longest(expected, kernels)]
-    # longest[i][j]: how many of expected[i:] can be matched in order within roles[j:]
-    longest = [[0] * (len(roles) + 1) for _ in range(len(expected) + 1)]
-    for i in reversed(range(len(expected))):
-        for j in reversed(range(len(roles))):
-            equal = expected[i] == roles[j]
-            longest[i][j] = longest[i + 1][j + 1] + 1 if equal else max(longest[i + 1][j], longest[i][j + 1])
-    rows: list[tuple[str, KernelEvent | None, bool]] = []
-    i = j = 0
-    while i < len(expected) or j < len(roles):
-        if i < len(expected) and j < len(roles) and expected[i] == roles[j]:
-            rows.append((expected[i], kernels[j], False))
-            i, j = i + 1, j + 1
-        elif j == len(roles) or (i < len(expected) and longest[i + 1][j] >= longest[i][j + 1]):
-            rows.append((expected[i], None, True))
-            i += 1
-        else:
-            rows.append(("", kernels[j], True))
-            j += 1
-    return rows
+    by_role: dict[str, list[KernelEvent]] = {}
+    for kernel in kernels if profile.expected else ():
+        by_role.setdefault(kernel.role, []).append(kernel)
+    rows = []
+    for sentence in profile.expected:
+        role = sentence.partition(":")[0]
+        rows.append(_beside(clean(sentence), role, by_role.pop(role, []), _surprises(profile, role)))
+    return rows + [_beside("", role, seen, True) for role, seen in by_role.items()]
+
+
+def _beside(expected: str, role: str, seen: Sequence[KernelEvent], differs: bool) -> Beside:
+    if not seen:
+        return Beside(expected, "", None, differs)
+    counted = f"{len(seen)} × {clean(role)}" if len(seen) > 1 else clean(role)
+    return Beside(expected, counted, sum(kernel.duration_us for kernel in seen), differs)
+
+
+def _surprises(profile: Profile, role: str) -> bool:
+    """Whether a surprise counts this role, as in ``3 × role (…)``, ``2 more role than …`` or ``no role was seen``."""
+    named = re.compile(rf"(^|× |more |no ){re.escape(role)}( |$)")
+    return any(named.search(sentence.split(" (")[0]) for sentence in profile.surprises)
 
 
 def profile_facts(profile: Profile) -> list[tuple[str, str]]:

@@ -279,13 +279,8 @@ def _profile_views(result: Result, level: int, link: Any) -> Iterator[dict[str, 
                 for k in shown
             ],
             "beside": [
-                {
-                    "expected": said,
-                    "seen": k.role if k else "",
-                    "time": format_us(k.duration_us) if k else "",
-                    "differs": d,
-                }
-                for said, k, d in (facts.beside(profile.expected, kernels) if profile.expected else [])
+                {"row": row, "time": format_us(row.us) if row.us is not None else ""}
+                for row in facts.beside(profile, kernels)
             ],
             "surprises": profile.surprises,
             "trace": profile.trace,

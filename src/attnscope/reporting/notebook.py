@@ -62,7 +62,7 @@ def _workload(workload: str, results: Sequence[Result], modes: Sequence[str]) ->
         "rows": rows,
         "fastest": sentences,
         "limit": "; ".join(limits),
-        "findings": words.top_findings(results, FINDINGS_SHOWN),
+        "findings": [words.finding_sentence(f) for f in words.top_findings(results, FINDINGS_SHOWN)],
         "told": [
             *words.wrong_lines(results), *words.failed_lines(results), *words.note_lines(results),
             *words.skipped_lines(results),

@@ -19,6 +19,7 @@ from attnscope.reporting import facts, words
 from attnscope.units import MISSING, format_ms, format_us, significant
 
 DEFAULT_WIDTH = 80
+MOST_WIDTH = 120  # longer lines read badly
 PROFILE_WIDTH = 120
 WIDE_WIDTH = 400  # room for all columns; a terminal may wrap or scroll them
 FINDINGS_SHOWN = 4
@@ -35,13 +36,10 @@ def render_run(run: Run, *, wide: bool = False, width: int | None = None, color:
 
 
 def print_run(run: Run, console: Console, wide: bool = False) -> None:
-    """Print the run; a wide table keeps its columns whatever the terminal's width."""
-    if wide:
-        styled = console.is_terminal and not console.no_color
-        console.out(render_run(run, wide=True, color=styled), end="", highlight=False)
-        return
-    for part in _run_parts(run, wide):
-        console.print(part, highlight=False)
+    """Print the run as wide as the terminal; a wide table keeps its columns whatever the terminal's width."""
+    width = None if wide else min(console.width, MOST_WIDTH)
+    styled = console.is_terminal and not console.no_color
+    console.out(render_run(run, wide=wide, width=width, color=styled), end="", highlight=False)
 
 
 def render_profile(
@@ -56,16 +54,16 @@ def render_profile(
 
 
 def print_profile(profile: Profile, kernels: Sequence[KernelEvent], console: Console) -> None:
-    """Print what :func:`render_profile` says."""
-    for part in _profile_parts(profile, kernels, console.width):
-        console.print(part, highlight=False)
+    """Print what :func:`render_profile` says, as wide as the terminal."""
+    styled = console.is_terminal and not console.no_color
+    console.out(render_profile(profile, kernels, width=console.width, color=styled), end="", highlight=False)
 
 
 def print_profiles(run: Run, console: Console) -> None:
     """Print every profile of the run, each with its kernels."""
     for result in run.results:
         for profile in result.profiles:
-            console.print(Text(""))
+            console.out("")
             print_profile(profile, result.kernels, console)
 
 
@@ -222,10 +220,8 @@ def _told(lines: list[tuple[str, str]], style: str = "") -> list[Text]:
 
 
 def _finding(finding: Finding) -> Text:
-    said = f"{words.clean(finding.implementation or '')}: {words.clean(finding.sentence)}"
-    if finding.saving_us is not None:
-        said += f" (saves {format_us(finding.saving_us)} a call)"
-    return Text(said + (f"; {words.clean(finding.remedy)}" if finding.remedy else ""))
+    said = Text(words.finding_sentence(finding))
+    return said.append(f" Remedy: {words.clean(finding.remedy)}", style="dim") if finding.remedy else said
 
 
 def _longest(results: list[Result]) -> int:
@@ -250,7 +246,7 @@ def _profile_parts(profile: Profile, kernels: Sequence[KernelEvent], width: int)
     ]
     if events:
         parts += [Text(""), Text("one call, in order", style="bold"), _kernel_table(events, max(width - 50, 16))]
-    if profile.expected or profile.surprises:
+    if profile.expected:
         parts += [Text(""), Text("expected beside seen", style="bold"), _beside_table(profile, events)]
     parts += [Text(f"! {words.clean(said)}", style="yellow") for said in profile.surprises]
     if profile.trace:
@@ -307,13 +303,12 @@ def _kernel_table(events: list[KernelEvent], name_width: int) -> Table:
 
 def _beside_table(profile: Profile, events: list[KernelEvent]) -> Table:
     table = _bare_table(
-        Column("", no_wrap=True), Column("expected", overflow="fold"), Column("seen"), Column("time", justify="right")
+        Column("", no_wrap=True),
+        Column("expected", overflow="fold"),
+        Column("seen", no_wrap=True),
+        Column("time", justify="right", no_wrap=True),
     )
-    for said, event, differs in facts.beside(profile.expected, events):
-        table.add_row(
-            Text("!" if differs else "", style="yellow"),
-            Text(words.clean(said)),
-            Text(words.clean(event.role) if event else ""),
-            format_us(event.duration_us) if event else "",
-        )
+    for row in facts.beside(profile, events):
+        mark = Text("!" if row.differs else "", style="yellow")
+        table.add_row(mark, Text(row.expected), Text(row.seen), format_us(row.us) if row.us is not None else "")
     return table

@@ -21,7 +21,7 @@ from attnscope.records import (
     TensorCheck,
     Verdict,
 )
-from attnscope.units import MISSING, format_ms, significant
+from attnscope.units import MISSING, format_ms, format_us, significant
 
 DIRECTIONS = ("forward", "backward")
 TERM_PHRASES = {
@@ -30,6 +30,8 @@ TERM_PHRASES = {
     "bandwidth": "read bandwidth",
     "launch": "the launch floor",
 }
+TIES = {"same": "the same as", "too close to call": "too close to call against"}
+TIES_NAMED = 3
 # A GPU's figures; on a CPU the same column says what is counted there.
 KERNEL_WORDS = {"cuda": "kernels", "cpu": "ops"}
 
@@ -199,6 +201,13 @@ def kernels_of(result: Result, direction: str) -> list[KernelEvent]:
     return [event for event in result.kernels if event.direction == direction]
 
 
+def finding_sentence(finding: Finding) -> str:
+    """Who, what, and the saving, as one sentence."""
+    who = " ".join(filter(None, (finding.implementation, finding.direction)))
+    saving = "" if finding.saving_us is None else f" (saves {format_us(finding.saving_us)} a call)"
+    return clean(f"{who}: {finding.sentence.rstrip('.')}{saving}.")
+
+
 # --- a workload's results ---------------------------------------------------------------------------------------------
 
 
@@ -260,16 +269,18 @@ def fastest_sentence(results: Sequence[Result], direction: str) -> str | None:
         return None
     best = order[0]
     said = f"{display_name(best)}, {format_ms(_time_ms(best, direction))}"
-    tied, beaten = [], None
+    tied: dict[str, list[str]] = {}
+    beaten = None
     for rival in order[1:]:
         verdict = verdict_between(results, direction, best.implementation, rival.implementation)
-        if verdict is not None and verdict.word in ("same", "too close to call"):
-            tied.append((rival, verdict.word))
+        if verdict is not None and verdict.word in TIES:
+            named = f"{display_name(rival)} ({format_ms(_time_ms(rival, direction))})"
+            tied.setdefault(verdict.word, []).append(named)
         elif beaten is None:
             beaten = (rival, verdict)
-    for rival, word in tied:
-        joined = "the same as" if word == "same" else "too close to call against"
-        said += f"; {joined} {display_name(rival)} ({format_ms(_time_ms(rival, direction))})"
+    for word, rivals in tied.items():
+        more = f" and {len(rivals) - TIES_NAMED} more" if len(rivals) > TIES_NAMED else ""
+        said += f"; {TIES[word]} {', '.join(rivals[:TIES_NAMED])}{more}"
     if beaten is not None:
         said += "; " + _against(_time_ms(best, direction), beaten[0], beaten[1], direction)
     vs_limit = _measured(best, direction).vs_limit

@@ -16,7 +16,13 @@ from attnscope.implementations.cuda_ladder.backward import (
     BackwardV7,
     BackwardV8,
 )
-from attnscope.implementations.cuda_ladder.common import LadderImplementation
+from attnscope.implementations.cuda_ladder.common import (
+    BLOCK_SIZES,
+    FOLDER,
+    LadderImplementation,
+    empty_gradients,
+    zero_above_diagonal,
+)
 from attnscope.implementations.cuda_ladder.flash import BackwardV9Fused, ForwardV7Mma, ForwardV8Async
 from attnscope.implementations.cuda_ladder.forward import (
     ForwardV1,
@@ -35,8 +41,21 @@ RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
     ),
 }  # fmt: skip
 
+
+def claim_variants() -> list[LadderImplementation]:
+    """V3 and V4 compiled otherwise, which settle what the article credits their gains to. Not registered."""
+    variants: list[LadderImplementation] = [_variant(BackwardV3, "cooperative_groups", 1, "v3_cooperative_groups")]
+    return variants + [_variant(BackwardV4, "unroll", n, f"v4_unroll_{n}") for n in (1, 2, 4, 16)]
+
+
+def _variant(base: type[LadderImplementation], attribute: str, value: int, rung: str) -> LadderImplementation:
+    made = type(rung, (base,), {attribute: value, "rung": rung, "name": f"backward_{rung}", "__doc__": base.__doc__})
+    return made()
+
+
 __all__ = [
-    "RUNGS", "BackwardV1", "BackwardV1Fixed", "BackwardV2", "BackwardV3", "BackwardV4", "BackwardV5", "BackwardV6",
-    "BackwardV7", "BackwardV8", "BackwardV9Fused", "ForwardV1", "ForwardV2", "ForwardV3", "ForwardV4", "ForwardV5",
-    "ForwardV6", "ForwardV7Mma", "ForwardV8Async", "LadderImplementation",
+    "BLOCK_SIZES", "FOLDER", "RUNGS", "BackwardV1", "BackwardV1Fixed", "BackwardV2", "BackwardV3", "BackwardV4",
+    "BackwardV5", "BackwardV6", "BackwardV7", "BackwardV8", "BackwardV9Fused", "ForwardV1", "ForwardV2", "ForwardV3",
+    "ForwardV4", "ForwardV5", "ForwardV6", "ForwardV7Mma", "ForwardV8Async", "LadderImplementation", "claim_variants",
+    "empty_gradients", "zero_above_diagonal",
 ]  # fmt: skip

@@ -259,3 +259,13 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
 
     with torch.no_grad(), tf32_products():
         torch.bmm(a, b, out=out)
+
+
+def zero_above_diagonal(workload: Workload, device: Device) -> Callable[[], None]:
+    """A call that writes zeros above the diagonal of one float score matrix of the workload: what the rungs save by
+    zeroing once, in prepare."""
+    geometry = Geometry(workload.B, workload.H, workload.L, workload.D, workload.effective_scale, 256)
+    zero = kernel(device, "layout.cu", "zero_above_diagonal", layout_defines(workload.D, "fp32", "fp32"))
+    scores = score_buffer(geometry, "fp32", device.torch_name, zeroed=False)
+    grid = (ceil_div(geometry.T, 256), geometry.T, geometry.heads)
+    return lambda: zero.launch(grid, 256, scores, geometry.T, geometry.row_stride("fp32"))

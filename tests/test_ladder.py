@@ -1,0 +1,271 @@
+"""The ladder without a GPU: every rung's kernels on the CPU emulator, its arguments, its views."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attnscope import cuda, ladder, ladder_views
+from attnscope.device import Device, Environment
+from attnscope.errors import UnknownName, UsageError
+from attnscope.ladder import LadderRow, LadderRun, Timing
+from attnscope.records import Limits
+from attnscope.workload import Workload
+
+torch = pytest.importorskip("torch")
+
+from attnscope.device import find_device  # noqa: E402
+from attnscope.implementations import cuda_ladder  # noqa: E402
+from attnscope.implementations.cuda_ladder import RUNGS, common, flash  # noqa: E402
+from attnscope.inputs import make_inputs  # noqa: E402
+from attnscope.reference import compute_attention  # noqa: E402
+
+ALL_RUNGS = [rung for way in RUNGS.values() for rung in way]
+HOPPER = Device("cuda", "a Hopper", capability=(9, 0), multiprocessors=132)
+TURING = Device("cuda", "a Turing", capability=(7, 5), multiprocessors=40)
+# Largest error of an element over its condition scale. fp32: a few roundings of 2**-24; 16-bit: of 2**-9.
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 3e-3}
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    import shutil
+
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator needs g++")
+    import cuda_emulator
+
+    monkeypatch.setattr(cuda, "load_kernel", cuda_emulator.load_kernel)
+    monkeypatch.setitem(cuda_emulator.ORDER, "value", 0)
+    return cuda_emulator
+
+
+def run_rung(emulator, rung, workload, block):
+    """Errors over the condition scale by tensor, on both orders of threads, which must agree bit for bit."""
+    way = "forward" if rung in RUNGS["forward"] else "backward"
+    inputs = make_inputs(workload, find_device("cpu"), 1, "needles")
+    truth = compute_attention(inputs)
+    found = []
+    for order in (0, 1):
+        emulator.ORDER["value"] = order
+        prepared = rung().prepare(workload, emulator.DEVICE, block_size=block)
+        output = prepared.forward(inputs, save=way == "backward")
+        tensors = {"out": output.out} | ({"lse": output.lse} if output.lse is not None else {})
+        if way == "backward":
+            first = prepared.backward(inputs, output.saved).tensors()
+            again = prepared.backward(inputs, output.saved).tensors()
+            assert all(torch.equal(first[name], again[name]) for name in first), "a second backward differs"
+            tensors |= again
+        found.append(tensors)
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), f"{name} hangs on the order of threads: a barrier is missing"
+    errors = {}
+    for name, tensor in found[0].items():
+        scale = truth.scales.get(name, torch.ones(()))
+        errors[name] = ((tensor.double() - getattr(truth, name)).abs() / (scale + 1e-12)).max().item()
+    return errors
+
+
+def check_rung(emulator, rung, spelled, block):
+    workload = ladder.workload_for(rung(), Workload.parse(spelled), HOPPER)
+    inner = "bf16" if rung().sheet.compute_precision(workload.dtype) == "bf16" else workload.dtype
+    errors = run_rung(emulator, rung, workload, block)
+    for name, error in errors.items():
+        limit = TOLERANCE["bf16"] * 2 if inner == "bf16" and workload.dtype == "fp32" else TOLERANCE[inner]
+        limit = 1e-5 if name == "lse" else limit * (4 if rung().sheet.materialises_scores and inner != "fp32" else 1)
+        assert error < limit, f"{rung.name}, {workload}, block size {block}: {name} is off by {error:.1e}, over {limit}"
+
+
+def test_a_rung_is_right_on_the_emulator(emulated):
+    check_rung(emulated, cuda_ladder.ForwardV4, "B2,H2,L33,D32,fp32,causal,layout=qkv", 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 5, 64, 65])
+@pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
+def test_every_rung_is_right_on_the_emulator(emulated, rung, length):
+    check_rung(emulated, rung, f"B1,H2,L{length},D32,fp32,causal,layout=qkv", rung.block_sizes[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
+def test_every_block_size_is_right_on_the_emulator(emulated, rung):
+    for block in rung.block_sizes:
+        check_rung(emulated, rung, "B1,H1,L37,D16,fp32,causal,layout=qkv", block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", [r for r in ALL_RUNGS if issubclass(r, flash.FlashLadder)], ids=lambda r: r.name)
+def test_tensor_core_rungs_take_wide_heads_fp16_and_other_scales(emulated, rung):
+    for spelled in ("B1,H1,L70,D128,fp16,causal", "B1,H2,L66,D48,bf16,causal,scale=0", "B1,H1,L130,D64,fp16,causal"):
+        check_rung(emulated, rung, spelled, 64)
+
+
+def test_a_negative_scale_is_right_where_it_is_taken(emulated):
+    check_rung(emulated, cuda_ladder.ForwardV4, "B1,H1,L33,D32,fp32,causal,scale=-0.3", 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_emulator_sees_a_missing_barrier(emulated, tmp_path, lost):
+    parts = (common.FOLDER / "backward_v6.cu").read_text().split("__syncthreads();")
+    assert len(parts) == 3
+    parts[lost] += ";"
+    (tmp_path / "race.cu").write_text(parts[0] + ("" if lost == 0 else "__syncthreads();") + parts[1]
+                                      + ("" if lost == 1 else "__syncthreads();") + parts[2])  # fmt: skip
+    (tmp_path / "device.cuh").write_text((common.FOLDER / "device.cuh").read_text())
+    kernel = emulated.load_kernel(tmp_path / "race.cu", "softmax_backward_block_a_row", HOPPER, {"BLOCK_SIZE": 32})
+    p, dp = torch.rand(1, 64, 64), torch.rand(1, 64, 64)
+    results = []
+    for order in (0, 1):
+        emulated.ORDER["value"] = order
+        results.append(torch.zeros(1, 64, 64))
+        kernel.launch((64, 1), 32, results[-1], p, dp, 64, 64, 1.0)
+    assert not torch.equal(results[0], results[1])
+
+
+# --- what needs no kernel ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
+def test_every_kernel_file_opens_with_its_story(rung):
+    head = (common.FOLDER / rung.source).read_text().partition("#include")[0]
+    for word in ("Idea", "Grid", "Memory", "Bound", "Against the previous rung"):
+        assert re.search(rf"^// {word}: ", head, re.MULTILINE), f"{rung.source} does not say its {word}"
+
+
+@pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
+def test_every_kernel_that_a_sheet_names_is_in_its_file(rung):
+    text = (common.FOLDER / rung.source).read_text()
+    for name in rung.sheet.kernels["cuda"]:
+        assert f"{name}(" in text
+
+
+@pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
+def test_block_sizes_are_validated(rung):
+    with pytest.raises(UsageError, match=r"block size must be one of .*, got 96"):
+        rung().prepare(Workload.parse("H1,L8,D32,fp32,causal"), HOPPER, block_size=96)
+
+
+@pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
+def test_reasons_are_sentences_of_what_is_wrong(rung):
+    reasons = rung().reasons_unsupported(Workload.parse("H4/2,L8,S9,D32,fp64"), find_device("cpu"))
+    text = "; ".join(reasons)
+    assert "runs on cuda, not on cpu" in text and "computes causal attention only" in text
+    assert "grouped-query heads" in text and "not fp64" in text
+
+
+def test_tensor_core_rungs_say_that_a_t4_is_too_old():
+    reasons = cuda_ladder.ForwardV8Async().reasons_unsupported(Workload.parse("H1,L8,D64,fp16,causal"), TURING)
+    assert any("needs compute capability 8.0 or newer" in reason for reason in reasons)
+
+
+def test_old_cards_get_fp16():
+    workload = Workload.parse("H1,L8,D64,fp32,causal,layout=qkv")
+    assert ladder.workload_for(cuda_ladder.ForwardV6(), workload, TURING) == workload.replace(
+        dtype="fp16", layout="bhld"
+    )
+    assert ladder.workload_for(cuda_ladder.ForwardV6(), workload, HOPPER) == workload.replace(
+        dtype="bf16", layout="bhld"
+    )
+    assert ladder.workload_for(cuda_ladder.ForwardV3(), workload, HOPPER) == workload
+
+
+def test_tf32_is_put_back():
+    settings = torch.backends.cuda.matmul
+    for before in ("ieee", "none", "tf32"):
+        settings.fp32_precision = before
+        with pytest.raises(ZeroDivisionError), common.tf32_products():
+            assert settings.fp32_precision == "tf32"
+            1 / 0
+        assert settings.fp32_precision == before
+    settings.fp32_precision = "none"
+
+
+def test_rungs_are_selected_in_order():
+    assert [rung.rung for rung in ladder.find_rungs("backward", "v8,v1,backward_v2")] == ["v1", "v2", "v8"]
+    assert len(ladder.find_rungs("forward", None)) == len(RUNGS["forward"])
+    with pytest.raises(UnknownName, match="did you mean"):
+        ladder.find_rungs("forward", "v7_mmma")
+    with pytest.raises(UsageError, match="forward or backward"):
+        ladder.find_rungs("sideways", None)
+
+
+def test_claims_bring_variants():
+    names = [rung.rung for rung in ladder.find_rungs("backward", None, claims=True)]
+    assert {"v3_cooperative_groups", "v4_unroll_1", "v4_unroll_16"} <= set(names)
+    (unrolled,) = ladder.find_rungs("backward", "v4_unroll_2", claims=True)
+    assert unrolled.kernel_sources(64, 128)[-1] == ("backward_v4.cu", {"UNROLL": 2})
+
+
+@pytest.mark.parametrize("text", ["", "48", "x", "64;128"])
+def test_block_sizes_must_be_powers_of_two(text):
+    with pytest.raises(UsageError, match="block sizes must be among"):
+        ladder.parse_block_sizes(text)
+
+
+def test_softmax_bytes_count_the_visible_triangle():
+    w = Workload.parse("B2,H3,L4,D8,fp32,causal")
+    assert ladder.softmax_bytes(w, "forward", "tf32") == 2 * 4 * 3 * 2 * 10
+    assert ladder.softmax_bytes(w, "backward", "tf32") == 3 * 4 * 3 * 2 * 10
+    assert ladder.softmax_bytes(w, "forward", "bf16") == 2 * 2 * 3 * 2 * 10
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def row(rung, block, ms, **changes):
+    timing = Timing(ms, ms, ms, 5)
+    return LadderRow(rung, f"backward_{rung}", block, "w", passed=True, timing=timing, **changes)
+
+
+@pytest.fixture
+def run():
+    rows = (
+        row("v1", 256, 8000.0),
+        row("v7", 64, 0.5, parts={"softmax backward": Timing(0.08, 0.08, 0.08, 5)}, vs_limit=0.2, limit_term="matrix"),
+        row("v7", 128, 0.6),
+        LadderRow("v8", "backward_v8", 64, "w", reasons=("its check failed: dq",)),
+    )
+    return LadderRun("backward", "w", HOPPER, Environment("3.12", "Linux"), Limits("x"), rows, 0.05)
+
+
+def test_the_table_shows_best_sizes_steps_and_other_cards(run):
+    text = ladder_views.render_ladder(run, 250)
+    assert re.search(r"v7\s+│\s+64\s+│\s+500 µs\s+│\s+16,000 ×", text)
+    assert "GeForce RTX 4090" in text and "1.76 ms" in text
+    assert "v8@64: its check failed: dq" in text
+    assert "v7 over v1: 16,000 ×" in text and "softmax backward 80.0 µs" in text
+
+
+def test_the_readme_table_goes_between_its_markers(run, tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- ladder backward begin -->\nold\n<!-- ladder backward end -->\nafter\n")
+    ladder_views.write_table(run, path)
+    text = path.read_text()
+    assert text.startswith("before\n") and text.endswith("<!-- ladder backward end -->\nafter\n")
+    assert "| v7 | 64 | 500 µs |" in text and "old" not in text
+    (tmp_path / "empty.md").write_text("")
+    with pytest.raises(UsageError, match="must hold"):
+        ladder_views.write_table(run, tmp_path / "empty.md")
+
+
+def test_json_holds_rows_and_others(run):
+    document = ladder_views.to_json(run)
+    assert document["rows"][1]["timing"]["time_ms_median"] == 0.5
+    assert {other["card"] for other in document["others"]} >= {"NVIDIA H200"}
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    ladder_views.draw([run], tmp_path / "ladder.svg")
+    assert b"<svg" in (tmp_path / "ladder.svg").read_bytes()
+
+
+def test_article_figures_name_their_card():
+    for direction, best in (("forward", {"v4": 1.042}), ("backward", {"v7": 1.758925})):
+        articles = ladder_views.read_article(direction)
+        assert all(article.card for article in articles)
+        assert any(best.items() <= article.best_ms.items() for article in articles)
