@@ -288,7 +288,7 @@ def names_that_ran(prepared: Prepared, inputs: Inputs, direction: str, device: D
 
     saved = prepared.forward(inputs, save=True).saved if direction == "backward" else None
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.kind == "cuda")
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         if direction == "backward":
             prepared.backward(inputs, saved)
         else:

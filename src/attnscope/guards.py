@@ -21,6 +21,7 @@ from attnscope.inputs import Inputs, Tensor
 M_PERTURB = -6
 ALL_ONES = 0x100
 POISON_COPIES = 3
+SMALL_BLOCK = 2**20  # bytes; kSmallSize of torch's CUDACachingAllocator
 SPIN_CYCLES = 20_000_000  # about 10 ms: longer than the host needs to launch a call
 FLOATS_FILLED = ("q", "k", "v", "grad_out", "bias", "sinks")
 
@@ -29,8 +30,8 @@ FLOATS_FILLED = ("q", "k", "v", "grad_out", "bias", "sinks")
 def poisoned_memory(inputs: Inputs) -> Iterator[None]:
     """While it lasts, memory that an implementation allocates holds NaN until it is written.
 
-    On a CPU glibc does it for every allocation, native ones too. On a GPU blocks of the results' sizes are filled with
-    NaN and handed back to torch's caching allocator, which serves the next allocations of those sizes from them.
+    On a CPU glibc does it for every allocation, native ones too. On a GPU every free block of torch's caching allocator
+    is filled with NaN, and new ones of the results' sizes are added, from which the next allocations are served.
     Nothing intercepts torch's functions, so what runs is what is timed.
     """
     if inputs.q.device.type == "cuda":
@@ -55,9 +56,29 @@ def _poison_cached_blocks(inputs: Inputs) -> None:
     w, tensors = inputs.workload, inputs.tensors()
     like = [tensors[name] for name in ("grad_out", "q", "k", "v", "bias", "sinks") if name in tensors]
     sizes = [t.numel() * t.element_size() for t in like] + [4 * w.B * w.H * w.L]
+    sizes = sizes * POISON_COPIES
     device = inputs.q.device
-    blocks = [torch.empty(n, dtype=torch.uint8, device=device).fill_(255) for n in sizes for _ in range(POISON_COPIES)]
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        sizes = free_block_sizes(torch.cuda.memory_snapshot(), device.index, stream) + sizes
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device).fill_(255) for size in sizes]
     del blocks
+
+
+def free_block_sizes(snapshot: list[dict[str, Any]], device: int, stream: int) -> list[int]:
+    """Sizes of the free blocks that an allocation of that size on this stream gets, the largest first.
+
+    ``snapshot`` is what torch.cuda.memory_snapshot returns. Requests up to 1 MiB are served from small segments, others
+    from large ones; a graph's private pool serves its graph alone.
+    """
+    found = []
+    for segment in snapshot:
+        if (segment["device"], segment["stream"]) != (device, stream) or any(segment.get("segment_pool_id", (0, 0))):
+            continue
+        small = segment["segment_type"] == "small"
+        sizes = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        found += [size for size in sizes if (size <= SMALL_BLOCK) == small]
+    return sorted(found, reverse=True)
 
 
 def count_poison(tensor: Tensor) -> int:
@@ -131,6 +152,7 @@ class Disturbance:
         if self.stream is not None:
             self.left = torch.randn(4096, 512, device=device)
             self.right = torch.randn(512, 512, device=device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def start(self) -> None:
         """Queues a few products of random height on the second stream."""

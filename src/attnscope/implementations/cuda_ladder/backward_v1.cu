@@ -10,8 +10,9 @@
 // weights, grad_weights, grad_scores are (B * H, T, row_stride). Only t3 <= t is written; prepare zeroed the rest.
 #include "device.cuh"
 
-extern "C" __global__ void softmax_backward_serial(float* grad_scores, const float* weights, const float* grad_weights,
-                                                   int heads, int T, int row_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_backward_serial(float* grad_scores, const float* weights, const float* grad_weights, int heads, int T,
+                            int row_stride, float scale) {
   int t3 = blockIdx.x * blockDim.x + threadIdx.x;
   if (t3 >= T) return;
   for (int head = 0; head < heads; head++) {

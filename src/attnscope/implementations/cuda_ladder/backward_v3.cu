@@ -15,8 +15,9 @@
 namespace cg = cooperative_groups;
 #endif
 
-extern "C" __global__ void softmax_backward_warp_a_key(float* grad_scores, const float* weights,
-                                                       const float* grad_weights, int T, int row_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_backward_warp_a_key(float* grad_scores, const float* weights, const float* grad_weights, int T,
+                                int row_stride, float scale) {
 #if COOPERATIVE_GROUPS
   cg::thread_block block = cg::this_thread_block();
   cg::thread_block_tile<32> warp = cg::tiled_partition<32>(block);

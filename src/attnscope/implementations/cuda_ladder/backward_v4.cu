@@ -9,9 +9,9 @@
 // written; prepare zeroed the rest.
 #include "device.cuh"
 
-extern "C" __global__ void softmax_backward_warp_eight_keys(float* grad_scores, const float* weights,
-                                                            const float* grad_weights, int T, int row_stride,
-                                                            float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_backward_warp_eight_keys(float* grad_scores, const float* weights, const float* grad_weights, int T,
+                                     int row_stride, float scale) {
   int lane = threadIdx.x % 32, t3 = (blockIdx.x * blockDim.x + threadIdx.x) / 32 * UNROLL;
   if (t3 >= T) return;
   for (int t = t3; t < T; t++) {

@@ -11,9 +11,9 @@
 // to the end of a group of four, where it writes the zeros that prepare wrote).
 #include "device.cuh"
 
-extern "C" __global__ void softmax_backward_closed_form(float* grad_scores, const float* weights,
-                                                        const float* grad_weights, int T, int row_stride,
-                                                        float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_backward_closed_form(float* grad_scores, const float* weights, const float* grad_weights, int T,
+                                 int row_stride, float scale) {
   __shared__ float partial[32];
   int t = blockIdx.x, groups = t / 4 + 1;
   i64 row = ((i64)blockIdx.y * T + t) * row_stride;

@@ -15,8 +15,9 @@
 #define ROWS 4
 #define ROW_REGISTERS 4
 
-extern "C" __global__ void softmax_backward_four_rows(float* grad_scores, const float* weights,
-                                                      const float* grad_weights, int T, int row_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_backward_four_rows(float* grad_scores, const float* weights, const float* grad_weights, int T,
+                               int row_stride, float scale) {
   __shared__ float partial[2][32];
   for (int r = 0; r < ROWS; r++) {
     int t = T - 1 - ((int)blockIdx.x * ROWS + r), groups = t / 4 + 1;

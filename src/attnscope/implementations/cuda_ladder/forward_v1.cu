@@ -10,9 +10,9 @@
 #include "device.cuh"
 
 // Grid (ceil(T * T / block), B * H).
-extern "C" __global__ void scores_one_thread_each(float* scores, const float* q, const float* k, int H, int T,
-                                                  int row_stride, float scale, i64 qb, i64 qh, i64 qt, i64 kb, i64 kh,
-                                                  i64 kt) {
+extern "C" __global__ void __launch_bounds__(1024)
+    scores_one_thread_each(float* scores, const float* q, const float* k, int H, int T, int row_stride, float scale,
+                           i64 qb, i64 qh, i64 qt, i64 kb, i64 kh, i64 kt) {
   i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (i64)T * T) return;
   int t = (int)(i / T), t2 = (int)(i % T), b = blockIdx.y / H, h = blockIdx.y % H;
@@ -29,8 +29,8 @@ extern "C" __global__ void scores_one_thread_each(float* scores, const float* q,
 }
 
 // Grid (ceil(B * T * H / block)); in place would do, but the published one keeps scores and weights apart.
-extern "C" __global__ void softmax_one_thread_a_row(float* weights, const float* scores, int B, int H, int T,
-                                                    int row_stride) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_one_thread_a_row(float* weights, const float* scores, int B, int H, int T, int row_stride) {
   i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (i64)B * T * H) return;
   int h = (int)(i % H), t = (int)((i / H) % T), b = (int)(i / H / T);
@@ -48,9 +48,9 @@ extern "C" __global__ void softmax_one_thread_a_row(float* weights, const float*
 }
 
 // Grid (ceil(B * T * H / block)).
-extern "C" __global__ void values_one_thread_a_row(float* out, const float* weights, const float* v, int B, int H,
-                                                   int T, int row_stride, i64 vb, i64 vh, i64 vt, i64 ob, i64 oh,
-                                                   i64 ot) {
+extern "C" __global__ void __launch_bounds__(1024)
+    values_one_thread_a_row(float* out, const float* weights, const float* v, int B, int H, int T, int row_stride,
+                            i64 vb, i64 vh, i64 vt, i64 ob, i64 oh, i64 ot) {
   i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (i64)B * T * H) return;
   int h = (int)(i % H), t = (int)((i / H) % T), b = (int)(i / H / T);
@@ -60,6 +60,7 @@ extern "C" __global__ void values_one_thread_a_row(float* out, const float* weig
   for (int t2 = 0; t2 <= t; t2++) {
     const float* value = v + b * vb + h * vh + t2 * vt;
     float w = weight[t2];
+#pragma unroll 8
     for (int d = 0; d < HEAD_DIM; d++) row[d] += w * value[d];
   }
 }

@@ -9,14 +9,16 @@
 // scores are (B * H, T, row_stride).
 #include "device.cuh"
 
-extern "C" __global__ void scale_and_mask(float* scores, int T, int row_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    scale_and_mask(float* scores, int T, int row_stride, float scale) {
   int t2 = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
   if (t2 >= T) return;
   float* score = scores + ((i64)blockIdx.z * T + t) * row_stride + t2;
   *score = t2 > t ? negative_infinity() : *score * scale;
 }
 
-extern "C" __global__ void softmax_one_block_a_row(float* weights, const float* scores, int T, int row_stride) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_one_block_a_row(float* weights, const float* scores, int T, int row_stride) {
   __shared__ float tops[32], sums[32];
   i64 row = ((i64)blockIdx.y * T + blockIdx.x) * row_stride;
   const float* score = scores + row;

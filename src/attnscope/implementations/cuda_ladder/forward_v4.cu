@@ -10,8 +10,8 @@
 // scores and weights are (B * H, T, row_stride) with row_stride a multiple of 4.
 #include "device.cuh"
 
-extern "C" __global__ void softmax_one_warp_a_row(float* weights, const float* scores, i64 rows, int T, int row_stride,
-                                                  float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_one_warp_a_row(float* weights, const float* scores, i64 rows, int T, int row_stride, float scale) {
   int lane = threadIdx.x % 32, warps = blockDim.x / 32;
   i64 row = rows - 1 - ((i64)blockIdx.x * warps + threadIdx.x / 32);
   if (row < 0) return;

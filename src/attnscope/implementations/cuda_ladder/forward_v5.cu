@@ -20,8 +20,9 @@ __device__ __forceinline__ void unpack(uint4 raw, int first, int t, float sign, 
   }
 }
 
-extern "C" __global__ void softmax_one_warp_a_row_16bit(SCORE_T* weights, const SCORE_T* scores, i64 rows, int T,
-                                                        int row_stride, float scale) {
+extern "C" __global__ void __launch_bounds__(1024)
+    softmax_one_warp_a_row_16bit(SCORE_T* weights, const SCORE_T* scores, i64 rows, int T, int row_stride,
+                                 float scale) {
   int lane = threadIdx.x % 32, warps = blockDim.x / 32;
   i64 row = rows - 1 - ((i64)blockIdx.x * warps + threadIdx.x / 32);
   if (row < 0) return;

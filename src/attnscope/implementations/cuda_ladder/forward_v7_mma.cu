@@ -18,8 +18,8 @@
 #define KEYS 64
 
 extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
-    flash_tensor_cores(T16* out, float* lse, const T16* q, const T16* k, const T16* v, int H, int T, float scale, i64 ob,
-                       i64 oh, i64 ot, i64 qb, i64 qh, i64 qt, i64 kb, i64 kh, i64 kt, i64 vb, i64 vh, i64 vt) {
+    flash_tensor_cores(T16* out, float* lse, const T16* q, const T16* k, const T16* v, int H, int T, float scale,
+                       i64 ob, i64 oh, i64 ot, i64 qb, i64 qh, i64 qt, i64 kb, i64 kh, i64 kt, i64 vb, i64 vh, i64 vt) {
   extern __shared__ uint4 shared[];
   T16 *q_tile = (T16*)shared, *k_tile = q_tile + QUERIES * TILE_STRIDE, *v_tile = k_tile + KEYS * TILE_STRIDE;
   int b = blockIdx.y / H, h = blockIdx.y % H, lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;

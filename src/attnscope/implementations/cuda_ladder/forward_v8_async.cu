@@ -15,6 +15,8 @@
 #define WARP_ROWS (16 * ROW_TILES)
 #define QUERIES (BLOCK_SIZE / 32 * WARP_ROWS)
 #define KEYS 64
+// Query operands stay in registers for all tiles, but on Blackwell, whose compiler runs out of them, are read again.
+#define QUERIES_STAY (__CUDA_ARCH__ < 1000)
 
 // Online softmax of the scores of one tile of 16 rows: s becomes weights; maximum, sum and output follow.
 __device__ __forceinline__ void softmax_step(float (*s)[4], float (*acc)[4], float* top, float* sum, float scale2,
@@ -45,8 +47,8 @@ __device__ __forceinline__ void softmax_step(float (*s)[4], float (*acc)[4], flo
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
-    flash_async_copies(T16* out, float* lse, const T16* q, const T16* k, const T16* v, int H, int T, float scale, i64 ob,
-                       i64 oh, i64 ot, i64 qb, i64 qh, i64 qt, i64 kb, i64 kh, i64 kt, i64 vb, i64 vh, i64 vt) {
+    flash_async_copies(T16* out, float* lse, const T16* q, const T16* k, const T16* v, int H, int T, float scale,
+                       i64 ob, i64 oh, i64 ot, i64 qb, i64 qh, i64 qt, i64 kb, i64 kh, i64 kt, i64 vb, i64 vh, i64 vt) {
   extern __shared__ uint4 shared[];
   T16 *q_tile = (T16*)shared, *kv_tiles = q_tile + QUERIES * TILE_STRIDE;
   int b = blockIdx.y / H, h = blockIdx.y % H, lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
@@ -63,7 +65,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++) top[m][0] = top[m][1] = negative_infinity();
   float scale2 = scale * LOG2_E;
+#if QUERIES_STAY
   unsigned query[ROW_TILES][DIM_STEPS][4];
+#endif
 
   for (int key = 0, stage = 0; key <= last; key += KEYS, stage ^= 1) {
     T16 *k_tile = kv_tiles + stage * 2 * KEYS * TILE_STRIDE, *v_tile = k_tile + KEYS * TILE_STRIDE;
@@ -75,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
       copy_tile(next + KEYS * TILE_STRIDE, v, vt, key + KEYS, KEYS, T);
       commit_copies();
     }
+#if QUERIES_STAY
     if (key == 0) {
 #pragma unroll
       for (int m = 0; m < ROW_TILES; m++) {
@@ -82,19 +87,28 @@ extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
         for (int d = 0; d < DIM_STEPS; d++) load_a(query[m][d], q_tile, warp_row + m * 16, d * 16);
       }
     }
+#endif
     if (key > first + warp_row + WARP_ROWS - 1) continue;  // this warp sees nothing of the tile
 
     float s[ROW_TILES][KEYS / 8][4] = {};
 #pragma unroll
     for (int d = 0; d < DIM_STEPS; d++) {
+#if QUERIES_STAY
+#define QUERY(m) query[m][d]
+#else
+#define QUERY(m) query[m]
+      unsigned query[ROW_TILES][4];
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; m++) load_a(query[m], q_tile, warp_row + m * 16, d * 16);
+#endif
 #pragma unroll
       for (int n = 0; n < KEYS / 16; n++) {
         unsigned keys[4];
         load_b_rows(keys, k_tile, n * 16, d * 16);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
-          multiply_add(s[m][2 * n], query[m][d], keys, T16());
-          multiply_add(s[m][2 * n + 1], query[m][d], keys + 2, T16());
+          multiply_add(s[m][2 * n], QUERY(m), keys, T16());
+          multiply_add(s[m][2 * n + 1], QUERY(m), keys + 2, T16());
         }
       }
     }

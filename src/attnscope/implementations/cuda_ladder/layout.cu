@@ -9,9 +9,9 @@
 #include "device.cuh"
 
 // (B, H, T, D) of any strides -> (B * H, T, D) contiguous, for up to three tensors of one shape.
-extern "C" __global__ void gather_heads(const INPUT_T* in0, const INPUT_T* in1, const INPUT_T* in2,
-                                        OUTPUT_T* out0, OUTPUT_T* out1, OUTPUT_T* out2, int H, int T,
-                                        i64 b0, i64 h0, i64 t0, i64 b1, i64 h1, i64 t1, i64 b2, i64 h2, i64 t2) {
+extern "C" __global__ void __launch_bounds__(1024)
+    gather_heads(const INPUT_T* in0, const INPUT_T* in1, const INPUT_T* in2, OUTPUT_T* out0, OUTPUT_T* out1,
+                 OUTPUT_T* out2, int H, int T, i64 b0, i64 h0, i64 t0, i64 b1, i64 h1, i64 t1, i64 b2, i64 h2, i64 t2) {
   unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (unsigned)T * HEAD_DIM) return;
   unsigned t = i / HEAD_DIM, d = i % HEAD_DIM;
@@ -23,9 +23,10 @@ extern "C" __global__ void gather_heads(const INPUT_T* in0, const INPUT_T* in1, 
 }
 
 // (B * H, T, D) contiguous -> (B, H, T, D) of any strides, for up to three tensors of one shape.
-extern "C" __global__ void scatter_heads(const INPUT_T* in0, const INPUT_T* in1, const INPUT_T* in2,
-                                         OUTPUT_T* out0, OUTPUT_T* out1, OUTPUT_T* out2, int H, int T,
-                                         i64 b0, i64 h0, i64 t0, i64 b1, i64 h1, i64 t1, i64 b2, i64 h2, i64 t2) {
+extern "C" __global__ void __launch_bounds__(1024)
+    scatter_heads(const INPUT_T* in0, const INPUT_T* in1, const INPUT_T* in2, OUTPUT_T* out0, OUTPUT_T* out1,
+                  OUTPUT_T* out2, int H, int T, i64 b0, i64 h0, i64 t0, i64 b1, i64 h1, i64 t1, i64 b2, i64 h2,
+                  i64 t2) {
   unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (unsigned)T * HEAD_DIM) return;
   unsigned t = i / HEAD_DIM, d = i % HEAD_DIM;
@@ -38,7 +39,8 @@ extern "C" __global__ void scatter_heads(const INPUT_T* in0, const INPUT_T* in1,
 
 // Writes zeros above the diagonal of (heads, T, row_stride) float scores: what defining the upper triangle costs.
 // Grid (ceil(T / block), T, heads). The rungs pay it once, in prepare; the published programs never do it.
-extern "C" __global__ void zero_above_diagonal(OUTPUT_T* scores, int T, int row_stride) {
+extern "C" __global__ void __launch_bounds__(1024)
+    zero_above_diagonal(OUTPUT_T* scores, int T, int row_stride) {
   int t2 = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
   if (t2 > t && t2 < T) scores[((i64)blockIdx.z * T + t) * row_stride + t2] = Make<OUTPUT_T>::from(0.0f);
 }
