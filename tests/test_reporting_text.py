@@ -42,9 +42,9 @@ def test_key_lines():
     text = render_run(factories.blog_run())
     assert "NVIDIA H200 · torch 2.11.0+cu130" in text
     assert re.fullmatch(
-        r"sdpa_cudnn +ok +58\.9 µs ±1 % +181 µs ±1 % +0\.71 / 0\.53 +1 / 1", row(text, "sdpa_cudnn").rstrip()
+        r"sdpa_cudnn +ok +58\.9 µs ±1% +181 µs ±1% +0\.71 / 0\.53 +1 / 1", row(text, "sdpa_cudnn").rstrip()
     )
-    assert re.fullmatch(r"naive_inplace +ok loose ×2\.3 +927 µs ±1 % +– +0\.05 / – +5 / –", row(text, "naive_inplace"))
+    assert re.fullmatch(r"naive_inplace +ok loose ×2\.3 +927 µs ±1% +– +0\.05 / – +5 / –", row(text, "naive_inplace"))
     assert re.fullmatch(r"broken +wrong +– +– +– +–", row(text, "broken"))
     assert row(text, "hopper (ours)")
     joined = re.sub(r"\s+", " ", text)
@@ -224,3 +224,19 @@ def test_findings_are_ordered_by_saving_and_varied():
     results = [factories.result("naive").with_changes(findings=(unknown, two, other, one, one))]
     assert [f.sentence for f in words.findings_of(results)] == ["one", "two", "other", "unknown"]
     assert [f.sentence for f in words.top_findings(results, 3)] == ["one", "other", "unknown"]
+
+
+def test_the_widest_names_checks_times_and_counts_fit_eighty_columns():
+    times = {d: factories.measurement(d, us=1063.0, noise_fraction=0.0092) for d in ("forward", "backward")}
+    loose = factories.check(65.0, grade="loose")
+    profiles = tuple(factories.profile("sdpa_math", d, kernels_per_call=20.0) for d in ("forward", "backward"))
+    row_of = factories.result("naive", check=loose, profiles=profiles, **times)
+    results = (replace(row_of, implementation="naive_compiled"),)
+    text = render_run(factories.blog_run(results=results), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"naive_compiled +ok loose ×65 +1\.06 ms ±1\.0% .* 20 / 20", text)
+
+
+@pytest.mark.parametrize(("fraction", "shown"), [(0.00084, "±0.1%"), (0.0092, "±1.0%"), (0.012, "±1%"), (0.3, "±30%")])
+def test_noise_is_short_and_never_none(fraction, shown):
+    assert words.format_noise(fraction) == shown

@@ -123,8 +123,9 @@ def kernel_title(name: str, width: int) -> str:
 
 
 def format_noise(fraction: float) -> str:
-    """A noise fraction as ``±1 %``."""
-    return f"±{significant(fraction * 100, 2 if fraction < 0.01 else 1)} %"
+    """A noise fraction as ``±1%``; below 1 % with one decimal, rounded up, so that it is never shown as none."""
+    percent = fraction * 100
+    return f"±{math.ceil(percent * 10) / 10:.1f}%" if percent < 0.95 else f"±{significant(percent, 1)}%"
 
 
 def format_ratio(value: float | None) -> str:

@@ -16,7 +16,9 @@
 #define QUERIES (BLOCK_SIZE / 32 * WARP_ROWS)
 #define KEYS 64
 // Query operands stay in registers for all tiles, but on Blackwell, whose compiler runs out of them, are read again.
+#ifndef QUERIES_STAY
 #define QUERIES_STAY (__CUDA_ARCH__ < 1000)
+#endif
 
 // Online softmax of the scores of one tile of 16 rows: s becomes weights; maximum, sum and output follow.
 __device__ __forceinline__ void softmax_step(float (*s)[4], float (*acc)[4], float* top, float* sum, float scale2,
