@@ -4,7 +4,11 @@ Tables stand between ``<!-- generated: NAME -->`` and ``<!-- end generated -->``
 
 * ``article``: the article's table, with the article's own figures from benchmarks/data/article_a100.toml beside ours;
 * ``times SUITE DIRECTION``: a suite's median times, the fastest of each workload in bold;
-* ``findings SUITE``: what the explanations found; ``limits`` and ``environment``: of the newest GPU run.
+* ``findings SUITE``: what the explanations found; ``limits`` and ``environment``: of the newest GPU run;
+* ``terminal SUITE``: what ``attnscope compare SUITE`` printed, ``terminal SUITE head`` without its notes;
+* one of guide_blocks.py, about the article's workload.
+
+Blocks of another command (``checking``: tests/checking_numbers.py) are left as they are.
 
 ``--check`` writes nothing and exits 1 where a file is not what this would write. Running it twice changes nothing: a
 picture is drawn anew only when the numbers in it, whose digest it carries, have changed.
@@ -29,7 +33,13 @@ from attnscope.reporting import charts, facts, words
 from attnscope.suites import SUITES
 from attnscope.units import MISSING, format_ms, format_us, significant
 
+sys.path.insert(0, str(Path(__file__).parent))  # a test loads this file by its path
+import guide_blocks
+from guide_blocks import Source, cell, origin
+from guide_blocks import table as markdown_table
+
 ROOT = Path(__file__).resolve().parents[1]
+ELSEWHERE = ("checking", "ladder")  # blocks that other commands write
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
 INK = "#7d8590"  # reads on white and on black: the pictures' ground is transparent
 OURS_COLOR, RIVAL_COLOR, ARTICLE_COLOR = "#d1701f", "#3b78b5", "#b8bec6"
@@ -81,7 +91,7 @@ def find_run(runs: Sequence[Run], workload: str, direction: str = "forward") -> 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def make_block(name: str, runs: Sequence[Run], article: dict[str, Any]) -> str | None:
+def make_block(name: str, runs: Sequence[Run], article: dict[str, Any], root: Path = ROOT) -> str | None:
     """The Markdown of a block, or None where no record holds what it needs. Raises UsageError for an unknown name."""
     kind, *arguments = name.split()
     if kind == "article" and not arguments:
@@ -92,8 +102,33 @@ def make_block(name: str, runs: Sequence[Run], article: dict[str, Any]) -> str |
         return findings_list(runs, suite_workloads(arguments[0]))
     if kind in ("limits", "environment") and not arguments:
         return facts_table(runs, kind, article["workload"])
-    known = ("article", "times SUITE DIRECTION", "findings SUITE", "limits", "environment")
+    if kind == "terminal" and arguments[1:] in ([], ["head"]) and arguments:
+        return terminal_block(runs, article, arguments[0], head=len(arguments) == 2)
+    if kind in guide_blocks.BLOCKS:
+        return guide_blocks.make(kind, arguments, make_source(runs, article["workload"], article, root))
+    known = (
+        "article", "times SUITE DIRECTION", "findings SUITE", "limits", "environment", "terminal SUITE [head]",
+        *guide_blocks.USAGES,
+    )  # fmt: skip
     raise UsageError(f"a generated block must be one of {', '.join(known)}, got {name!r}")
+
+
+def make_source(runs: Sequence[Run], workload: str, article: dict[str, Any], root: Path) -> Source | None:
+    """The newest full GPU run of the workload; with its traces where it is the one that ships as the demo."""
+    run = find_run(runs, workload)
+    if run is None:
+        return None
+    demo = root / "src" / "attnscope" / "demo"
+    shipped = read_runs(demo / "run.jsonl") if (demo / "run.jsonl").is_file() else []
+    return Source(run, workload, article, demo if any(r.created == run.created for r in shipped) else None)
+
+
+def terminal_block(runs: Sequence[Run], article: dict[str, Any], suite: str, *, head: bool) -> str | None:
+    workloads = suite_workloads(suite)
+    run = find_run(runs, workloads[0])
+    if run is None or not all(run.for_workload(w) for w in workloads):
+        return None
+    return guide_blocks.terminal(Source(run, workloads[0], article), workloads, suite, head=head)
 
 
 def suite_workloads(suite: str) -> list[str]:
@@ -156,8 +191,9 @@ def findings_list(runs: Sequence[Run], workloads: Sequence[str]) -> str | None:
     results = [r for w in workloads if (run := find_run(runs, w)) for r in run.for_workload(w)]
     lines = []
     for f in words.findings_of(results):
+        arithmetic = f" Arithmetic: {words.clean(f.arithmetic)}." if f.arithmetic else ""
         remedy = f" Remedy: `{words.clean(f.remedy)}`" if f.remedy else ""
-        lines.append(f"- {words.finding_sentence(f)}{remedy}")
+        lines.append(f"- {words.finding_sentence(f)}{arithmetic}{remedy}")
     return "\n".join(lines) or None
 
 
@@ -167,21 +203,6 @@ def facts_table(runs: Sequence[Run], kind: str, workload: str) -> str | None:
         return None
     found = facts.limits_facts(run.limits) if kind == "limits" and run.limits else facts.environment_facts(run)
     return markdown_table(["what", "value"], [[name, cell(value)] for name, value in found])
-
-
-def origin(run: Run) -> str:
-    """One sentence that names the card and the versions."""
-    return f"{run.device.name}, torch {run.environment.packages.get('torch', '?')}, {run.created[:10]}."
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; every column but the first is aligned right."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
-
-
-def cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -316,6 +337,8 @@ def rewrite(text: str, make: Callable[[str], str | None], missing: list[str]) ->
     """``text`` with its blocks made anew; a block that cannot be made stays, and its name goes to ``missing``."""
 
     def block(match: re.Match[str]) -> str:
+        if match[2].split()[0] in ELSEWHERE:
+            return match[0]
         made = make(match[2])
         if made is None:
             missing.append(match[2])
@@ -351,7 +374,7 @@ def update_documents(root: Path, runs: Sequence[Run], article: dict[str, Any], c
         name = path.relative_to(root).as_posix()
         missing: list[str] = []
         old = path.read_text()
-        new = rewrite(old, lambda block: make_block(block, runs, article), missing)
+        new = rewrite(old, lambda block: make_block(block, runs, article, root), missing)
         for block in missing:
             print(f"{name}: no record holds what the block {block!r} needs, it stays as it is")
         if new != old:

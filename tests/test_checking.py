@@ -209,7 +209,7 @@ def rounded_scores(**sheet):
 def test_rounded_scores_are_loose_where_the_sheet_says_so_and_wrong_where_not():
     honest, lying = check(rounded_scores(compute={"bf16": "bf16"}, lse=False)), check(rounded_scores())
     assert honest.passed and honest.grade == "loose" and honest.factor > 1 and "scores" in honest.message
-    assert not lying.passed and lying.grade == "failed" and lying.factor == pytest.approx(honest.factor, rel=1)
+    assert not lying.passed and lying.grade == "failed" and lying.factor > 1
 
 
 def test_what_rounds_less_than_it_may_is_tight():
@@ -218,11 +218,14 @@ def test_what_rounds_less_than_it_may_is_tight():
 
 def test_sums_rounded_tile_by_tile_are_loose_where_the_sheet_says_so():
     workload = "B1,H1,L600,D32,bf16"
-    hooks = {"sum": lambda total, **_: total.bfloat16().float()}
-    assert not check(Tiled(hooks=hooks), workload).passed
-    declared = check(Tiled(hooks=hooks, rounds={"cpu": frozenset({"sums"})}), workload)
+    hooks, options = (
+        {"sum": lambda total, **_: total.bfloat16().float()},
+        {"kinds": ("plain",), "cache": ReferenceCache()},
+    )
+    assert not check(Tiled(hooks=hooks), workload, **options).passed
+    declared = check(Tiled(hooks=hooks, rounds={"cpu": frozenset({"sums"})}), workload, **options)
     assert declared.passed and declared.grade == "loose"
-    elsewhere = check(Tiled(hooks=hooks, rounds={"cuda": frozenset({"sums"})}), workload)
+    elsewhere = check(Tiled(hooks=hooks, rounds={"cuda": frozenset({"sums"})}), workload, **options)
     assert not elsewhere.passed
 
 
@@ -248,7 +251,7 @@ def test_an_approximate_implementation_keeps_its_error_and_is_never_tight():
     [
         ({"key_tiles": lambda tiles, **_: tiles[1:]}, "not finite|cosine|-inf"),
         ({"exact_out": lambda out, **_: out.roll(1, 1)}, "a head's cosine with the truth is"),
-        ({"output": lambda o, **_: dataclasses.replace(o, out=o.out * math.nan)}, "not finite"),
+        ({"output": lambda o, **_: dataclasses.replace(o, out=o.out * math.nan)}, "are NaN"),
     ],
 )
 def test_an_approximate_implementation_may_not_be_grossly_wrong(hooks, message):
@@ -436,9 +439,8 @@ def test_real_implementations_never_fail_by_budget(dtype):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("size", SIZES)
 def test_real_implementations_never_fail_by_budget_at_any_size(size, dtype):
-    seeds = range(1 if size > 300 else 3)
-    for seed, rest in itertools.product(seeds, ("", ",causal", ",causal=bottom_right,S65")):
+    for seed, rest in enumerate(("", ",causal") if size > 300 else ("", ",causal", ",causal=bottom_right,S65")):
         cache = ReferenceCache()
         for name in REAL:
             if name != "reference_cpu" or size < 300:
-                check_real(name, f"B1,H2,L{size},D64,{dtype}{rest}", CPU, seed, cache)
+                check_real(name, f"B1,H{1 if size > 300 else 2},L{size},D64,{dtype}{rest}", CPU, seed, cache)

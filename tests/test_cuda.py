@@ -176,4 +176,5 @@ def test_every_rung_compiles_without_spills(architecture):
     for k in kernels:
         assert k.spill_bytes == 0, f"{k.kernel} of {k.source} spills {k.spill_bytes} bytes on {architecture}"
         assert k.stack_bytes == 0, f"{k.kernel} of {k.source} has a stack of {k.stack_bytes} bytes on {architecture}"
-        assert k.registers * largest[k.rung] <= 65536, f"{k.kernel} of {k.source}: {k.registers} registers"
+        block = 32 if k.kernel == "flash_one_warp_a_head" else largest[k.rung]
+        assert k.registers * block <= 65536, f"{k.kernel} of {k.source}: {k.registers} registers"

@@ -112,10 +112,9 @@ def test_a_right_kernel_passes_every_workload(text):
 @pytest.mark.parametrize("text", WORKLOADS)
 def test_right_kernels_never_fail(text):
     factors = defaultdict(float)
-    for seed in (1, 2):
-        cache = ReferenceCache()
-        for name, style in STYLES.items():
-            result = check_implementation(Tiled(style), Workload.parse(text), CPU, seed=seed, cache=cache)
-            assert result.grade == "tight", f"{name}, seed {seed}: {result.message}"
-            factors[name] = max(factors[name], result.factor)
+    cache = ReferenceCache()
+    for name, style in STYLES.items():
+        result = check_implementation(Tiled(style), Workload.parse(text), CPU, seed=1, cache=cache, quick=True)
+        assert result.grade == "tight", f"{name}: {result.message}"
+        factors[name] = max(factors[name], result.factor)
     assert max(factors.values()) < 1

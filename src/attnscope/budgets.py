@@ -35,6 +35,7 @@ TF32_RMS = 2 * NEAREST_RMS * TF32_ROUNDOFF  # tensor cores may truncate: twice t
 TANH_ERROR = 2.0**-10.987  # tanh.approx.f32's largest relative error (PTX ISA, tanh)
 TINY_RESULT = 2.0**-110  # flushed to zero anywhere: below it no error counts
 SUMMED_ROWS = 32  # an implementation that rounds its sums does so after this many rows, or more
+ENOUGH_ROWS = 30  # to estimate from the twin how much a mean square varies by chance
 TAIL = 16.0  # exp(-16) = 1e-7: the chance that a right tensor's RMS exceeds its bound
 
 
@@ -135,9 +136,17 @@ def slope_of(x: Tensor, truth: Tensor) -> float | None:
     return None if square == 0 else abs((x.double() * truth).sum().item() / square - 1)
 
 
-def rms_bound(rows: int) -> float:
-    """By how much the RMS of ``rows`` random numbers may exceed its expectation (Laurent and Massart 2000, lemma 1)."""
-    return math.sqrt(1 + 2 * math.sqrt(TAIL / rows) + 2 * TAIL / rows)
+def rms_bound(ratios: Tensor) -> float:
+    """By which factor the RMS of a right tensor's rows may exceed the twin's, whose rows are ``ratios``, by chance.
+
+    Of any Gaussian errors: Laurent and Massart 2000, lemma 1, one degree of freedom a row. Rows of many dims vary less,
+    which enough of them show: 8 standard errors of their mean square.
+    """
+    rows, squares = max(ratios.numel(), 1), ratios.square()
+    excess = 2 * math.sqrt(TAIL / rows) + 2 * TAIL / rows
+    if rows >= ENOUGH_ROWS and bool(squares.any()):
+        excess = min(excess, 8 * (squares.std() / squares.mean()).item() / math.sqrt(rows))
+    return math.sqrt(1 + excess)
 
 
 def rms_of(ratios: Tensor) -> float:
@@ -160,8 +169,9 @@ def _row_budget(name: str, exact: Tensor, twin: Tensor, scale: Tensor, model: Er
     allowed = torch.maximum(TWIN_FACTOR * error, MODEL_FACTOR * deviation) + TINY_RESULT
     allowed = allowed.masked_fill(scale == 0, 0.0)
     counted = scale > 0
-    expected = max(rms_of((error / allowed)[counted]), rms_of((deviation / allowed)[counted]))
-    rms = SPREAD_FACTOR * expected * rms_bound(max(int(counted.sum()), 1))
+    ratios = (error / allowed)[counted]
+    expected = max(rms_of(ratios), rms_of((deviation / allowed)[counted]))
+    rms = SPREAD_FACTOR * expected * rms_bound(ratios)
     return RowBudget(allowed, scale, expected, rms, _slope_budget(name, exact, twin, deviation, model))
 
 

@@ -313,9 +313,15 @@ class _Checker:
         """What is worst, in one sentence."""
         failed = [check for check in self.found if not check.passed]
         if failed:
-            # what breaks the contract explains more than an error, an error on the first kind more than on hard ones
+            # what broke first explains the rest: the contract, then the first kind of inputs, then the forward
             kinds = list(dict.fromkeys(check.kind for check in self.found))
-            first = min(failed, key=lambda c: (c.error_budget is not None, kinds.index(c.kind), -factor_of(c)))
+            cause = {"out": 0, "lse": 1}
+            first = min(
+                failed,
+                key=lambda c: (
+                    c.error_budget is not None, kinds.index(c.kind), cause.get(c.tensor, 2), -factor_of(c)
+                ),
+            )  # fmt: skip
             more = len({(check.tensor, check.kind) for check in failed}) - 1
             return first.message + (f" (and {more} more)" if more else "")
         if worst is None or not worst.error_budget or worst.row_rel_error_max is None:

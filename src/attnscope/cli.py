@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnscope.ladder_cli import ladder
+
 if TYPE_CHECKING:
     from attnscope.comparing import Plan, Watcher
     from attnscope.records import Run
@@ -30,6 +32,7 @@ app = typer.Typer(
 )
 records_app = typer.Typer(help="Keep the records of runs.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(records_app, name="records")
+app.command()(ladder)
 
 Workloads = Annotated[
     list[str] | None,

@@ -72,7 +72,7 @@ class Kernel:
     name: str
     resources: KernelResources
     handle: Any
-    owner: Any  # keeps the library loaded
+    library_kernel: Any  # the CUkernel that ``handle`` is the launchable form of; its library is never unloaded
 
     def launch(self, grid: tuple[int, ...], block: int, *args: Any, shared_bytes: int = 0) -> None:
         """Queue the kernel on torch's current stream; nothing waits, and a CUDA graph may be capturing.
@@ -108,15 +108,10 @@ class Kernel:
             return
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(
-            attribute, shared_bytes, self.owner_kernel, driver.CUdevice(device_index)
+            attribute, shared_bytes, self.library_kernel, driver.CUdevice(device_index)
         )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise PrepareFailed(f"{self.name} needs {shared_bytes} bytes of shared memory a block: {status.name}")
-
-    @property
-    def owner_kernel(self) -> Any:
-        """The driver's CUkernel, of which ``handle`` is the launchable form."""
-        return self.owner[1].handle
 
 
 def pack_arguments(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -155,6 +150,9 @@ def load_kernel(path: Path, name: str, device: Device, defines: Mapping[str, str
     """
     if device.capability is None:
         raise PrepareFailed(f"{path.name} needs a CUDA device, got {device}")
+    import torch
+
+    torch.cuda.synchronize(device.index)  # the context must be there before a kernel can be loaded into it
     major, minor = device.capability
     return _load(path, name, f"sm_{major}{minor}", tuple(sorted((k, str(v)) for k, v in (defines or {}).items())))
 
@@ -352,15 +350,18 @@ def _write_cache(file: Path, cubin: Cubin) -> None:
 
 @functools.cache
 def _load(path: Path, name: str, architecture: str, defines: tuple[tuple[str, str], ...]) -> Kernel:
+    """By the driver alone: importing ``cuda.core`` takes longer than all else where the cubin is in the cache."""
     from cuda.bindings import driver
-    from cuda.core import ObjectCode
-    from cuda.core._utils.cuda_utils import CUDAError
 
     cubin = compile_source(path, architecture, dict(defines))
-    library = ObjectCode.from_cubin(cubin.code, name=path.stem)
-    try:
-        kernel = library.get_kernel(name)
-    except CUDAError as error:
-        raise PrepareFailed(f"the driver does not take {name} of {path.name}: {error}") from error
-    handle = driver.CUfunction(int(kernel.handle))  # a CUkernel may be launched wherever a CUfunction may
-    return Kernel(name, cubin.resources_of(name), handle, (library, kernel))
+    status, library = driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0)
+    if status == driver.CUresult.CUDA_SUCCESS:
+        status, kernel = driver.cuLibraryGetKernel(library, name.encode())
+    if (
+        status == driver.CUresult.CUDA_SUCCESS
+    ):  # loaded now, not at the first launch, which may be within a graph capture
+        status, _ = driver.cuKernelGetFunction(kernel)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise PrepareFailed(f"the driver does not take {name} of {path.name}: {status.name}")
+    handle = driver.CUfunction(int(kernel))  # a CUkernel may be launched wherever a CUfunction may
+    return Kernel(name, cubin.resources_of(name), handle, kernel)

@@ -287,6 +287,8 @@ def select(selection: str) -> list[str]:
     found: dict[str, None] = {}
     for part in (piece.strip() for piece in selection.split(",")):
         if part in ("all", "ladder"):
+            if not names(part):
+                raise UsageError(f"there is no implementation in {part!r} here\nhint: attnscope list")
             found.update(dict.fromkeys(names(part)))
         elif part in builtin_references() or part in _registered:
             found[part] = None

@@ -207,3 +207,17 @@ def _sentences(run: LadderRun, best: dict[str, LadderRow]) -> str:
         )
     lines.append("best block sizes: " + ", ".join(f"{rung} {row.block_size}" for rung, row in best.items()))
     return "\n".join(lines)
+
+
+def read_run(path: Path) -> LadderRun:
+    """The run that ``attnscope ladder --out`` wrote. Raises RecordError."""
+    import msgspec
+
+    from attnscope.errors import RecordError
+    from attnscope.records import from_builtins
+
+    try:
+        body = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise RecordError(f"cannot read {path}: {error}\nhint: it is written by attnscope ladder --out") from None
+    return from_builtins(body, LadderRun, str(path))

@@ -59,8 +59,8 @@ _SPELLED: dict[str, list[str]] = {
         "B2,H16,L1,S65,D64,bf16",
         "B2,H16,L65,S1,D64,bf16",
     ],
-    "blog-small": ["B1,H4,L512,D64,bf16,causal"],
-    "gpt2-small": ["B1,H4,L512,D64,fp32,causal,layout=qkv"],
+    "blog-small": ["B1,H4,L256,D64,bf16,causal"],
+    "gpt2-small": ["B1,H4,L256,D64,fp32,causal,layout=qkv"],
 }
 
 SUITES: dict[str, tuple[Workload, ...]] = {

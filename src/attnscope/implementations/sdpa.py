@@ -41,6 +41,10 @@ FEATURES = frozenset(
 )  # fmt: skip
 MASKING_FEATURES = ("causal_bottom_right", "window", "alibi", "mask", "bias", "lengths", "packed")
 MAX_GRID = 65535  # largest y and z of a CUDA grid, where flash and efficient put heads and batch (pytorch#142228)
+# A bias or ALiBi is passed as attn_mask in the inputs' dtype; and the CPU flash kernel's backward adds each tile's share
+# to dq, dk, dv in that dtype (cpu_flash_attention_backward in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+ROUNDS = {"cpu": frozenset({"bias"}), "cuda": frozenset({"bias"})}
+FLASH_ROUNDS = ROUNDS | {"cpu": frozenset({"bias", "sums"})}
 OTHER_KERNELS = {
     name: "|".join(pattern for other, pattern in FUSED_NAMES.items() if other != name) for name in FUSED_NAMES
 }
@@ -95,6 +99,7 @@ class SdpaMath(_Sdpa):
     sheet = Sheet(
         dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}),
         features=FEATURES,
+        rounds=ROUNDS,
         kernels={"cpu": (r"(?i)softmax",), "cuda": (r"(?i)softmax",)},
         kernels_absent={"cpu": (ANY_FUSED,), "cuda": (ANY_FUSED,)},
         materialises_scores=True,
@@ -145,6 +150,7 @@ class SdpaEfficient(_Fused):
         features=FEATURES,
         devices=frozenset({"cuda"}),
         min_capability=(5, 0),
+        rounds=ROUNDS,
         kernels={"cuda": (r"fmha_cutlass",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_efficient"],)},
     )
@@ -175,6 +181,7 @@ class SdpaFlash(_Fused):
         dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}),
         features=FEATURES - {"unequal_head_dims"},
         min_capability=(8, 0),
+        rounds=FLASH_ROUNDS,
         kernels={"cpu": (r"_scaled_dot_product_flash_attention_for_cpu",), "cuda": (r"pytorch_flash|flash_(fwd|bwd)",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_flash"],)},
     )
@@ -214,6 +221,7 @@ class SdpaCudnn(_Fused):
         devices=frozenset({"cuda"}),
         min_capability=(8, 0),
         head_dim_multiple=8,
+        rounds=ROUNDS,
         kernels={"cuda": (r"cudnn.*(sdpa|flash|fort|mha)",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_cudnn"],)},
     )
@@ -239,7 +247,7 @@ class SdpaAuto(_Sdpa):
     name = "sdpa_auto"
     summary = "PyTorch's SDPA as PyTorch chooses; the row says what ran"
     backend = None
-    sheet = Sheet(dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}), features=FEATURES)
+    sheet = Sheet(dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}), features=FEATURES, rounds=FLASH_ROUNDS)
 
     def ran(self, names: Iterable[str]) -> str | None:
         """The implementation that PyTorch took, by the kernels and ops that ran; None where they do not tell."""

@@ -98,8 +98,8 @@ class PreparedBackward:
         self.layout, self.softmax = Layout(device, geometry, "fp32", "fp32"), OnlineSoftmax(device, geometry, "fp32")
         self.softmax_backward: Kernel = kernel(device, rung.source, rung.kernel_name, rung.defines(geometry.block))
         self.row_stride = geometry.row_stride("fp32")
-        self.grad_weights = score_buffer(geometry, "fp32", place, zeroed=False)
-        self.grad_scores = score_buffer(geometry, "fp32", place, zeroed=True)  # the kernels write t3 <= t only
+        self.grad_weights = score_buffer(geometry, "fp32", place)
+        self.grad_scores = score_buffer(geometry, "fp32", place)  # the kernels write t3 <= t only
         self.grad_out, self.dq, self.dk, self.dv = (self.layout.buffer(place) for _ in range(4))
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
@@ -109,7 +109,7 @@ class PreparedBackward:
         if not out.numel():
             return Output(out)
         q, k, v, heads_out = (self.layout.buffer(inputs.q) for _ in range(4))
-        weights = score_buffer(g, "fp32", inputs.q.device, zeroed=True)
+        weights = score_buffer(g, "fp32", inputs.q.device)
         scores = self.grad_weights  # free until a backward runs
         self.layout.gather([inputs.q, inputs.k, inputs.v], [q, k, v])
         multiply(q, k.transpose(1, 2), scores[:, :, :T])

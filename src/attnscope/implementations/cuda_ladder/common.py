@@ -5,7 +5,8 @@ implementation.
 
 A rung is a list of steps over buffers that ``prepare`` made; the whole operation runs all of them, and
 ``attnscope ladder`` times each alone. Score matrices have rows of ``row_stride`` numbers, a multiple of 16 bytes, so
-that vector loads are aligned for any T; what lies between T and ``row_stride`` is never read.
+that vector loads are aligned for any T; what lies between T and ``row_stride`` is loaded with its neighbours, but no
+result depends on it.
 """
 
 from __future__ import annotations
@@ -227,12 +228,12 @@ def layout_defines(head_dim: int, source: str, target: str) -> dict[str, str | i
     return {"HEAD_DIM": head_dim, "INPUT_T": C_TYPES[source], "OUTPUT_T": C_TYPES[target]}
 
 
-def score_buffer(geometry: Geometry, dtype: str, place: Any, *, zeroed: bool) -> Tensor:
-    """(B * H, T, row_stride) scores; zeroed where a kernel will write the visible triangle only."""
+def score_buffer(geometry: Geometry, dtype: str, place: Any) -> Tensor:
+    """(B * H, T, row_stride) scores, zeroed: kernels write the visible triangle only, and vector loads reach past T."""
     import torch
 
-    make = torch.zeros if zeroed else torch.empty
-    return make(geometry.heads, geometry.T, geometry.row_stride(dtype), dtype=torch_dtype(dtype), device=place)
+    shape = (geometry.heads, geometry.T, geometry.row_stride(dtype))
+    return torch.zeros(shape, dtype=torch_dtype(dtype), device=place)
 
 
 @contextmanager
@@ -266,6 +267,6 @@ def zero_above_diagonal(workload: Workload, device: Device) -> Callable[[], None
     zeroing once, in prepare."""
     geometry = Geometry(workload.B, workload.H, workload.L, workload.D, workload.effective_scale, 256)
     zero = kernel(device, "layout.cu", "zero_above_diagonal", layout_defines(workload.D, "fp32", "fp32"))
-    scores = score_buffer(geometry, "fp32", device.torch_name, zeroed=False)
+    scores = score_buffer(geometry, "fp32", device.torch_name)
     grid = (ceil_div(geometry.T, 256), geometry.T, geometry.heads)
     return lambda: zero.launch(grid, 256, scores, geometry.T, geometry.row_stride("fp32"))

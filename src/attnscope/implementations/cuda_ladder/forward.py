@@ -70,8 +70,8 @@ class PreparedForwardV1(PreparedForward):
         super().__init__(geometry)
         names = ("scores_one_thread_each", "softmax_one_thread_a_row", "values_one_thread_a_row")
         self.kernels = [kernel(device, "forward_v1.cu", name, {"HEAD_DIM": geometry.D}) for name in names]
-        self.scores = score_buffer(geometry, "fp32", device.torch_name, zeroed=False)
-        self.weights = score_buffer(geometry, "fp32", device.torch_name, zeroed=False)
+        self.scores = score_buffer(geometry, "fp32", device.torch_name)
+        self.weights = score_buffer(geometry, "fp32", device.torch_name)
 
     def steps(self, inputs: Inputs, output: Output) -> list[Step]:
         """See the base."""
@@ -157,13 +157,13 @@ class PreparedForwardV2(PreparedForward):
 class PreparedProducts(PreparedForward):
     """What V3, V4 and V5 share: permute, product, softmax in between, product, permute back."""
 
-    def __init__(self, device: Device, geometry: Geometry, outer: str, inner: str, *, zeroed: bool) -> None:
+    def __init__(self, device: Device, geometry: Geometry, outer: str, inner: str) -> None:
         super().__init__(geometry)
         place = device.torch_name
         self.layout, self.row_stride = Layout(device, geometry, outer, inner), geometry.row_stride(inner)
         self.q, self.k, self.v, self.out = (self.layout.buffer(place) for _ in range(4))
-        self.scores = score_buffer(geometry, inner, place, zeroed=False)
-        self.weights = score_buffer(geometry, inner, place, zeroed=zeroed)
+        self.scores = score_buffer(geometry, inner, place)
+        self.weights = score_buffer(geometry, inner, place)
 
     def steps(self, inputs: Inputs, output: Output) -> list[Step]:
         """See the base."""
@@ -221,7 +221,7 @@ class PreparedForwardV3(PreparedProducts):
     """Scale and mask in a pass of their own, then a block a row."""
 
     def __init__(self, device: Device, geometry: Geometry) -> None:
-        super().__init__(device, geometry, "fp32", "fp32", zeroed=False)
+        super().__init__(device, geometry, "fp32", "fp32")
         self.scale_and_mask = kernel(device, "forward_v3.cu", "scale_and_mask")
         self.softmax = kernel(device, "forward_v3.cu", "softmax_one_block_a_row")
 
@@ -274,7 +274,7 @@ class PreparedForwardV4(PreparedProducts):
     """The weights' upper triangle was zeroed in prepare, and no kernel writes it."""
 
     def __init__(self, device: Device, geometry: Geometry) -> None:
-        super().__init__(device, geometry, "fp32", "fp32", zeroed=True)
+        super().__init__(device, geometry, "fp32", "fp32")
         self.softmax = OnlineSoftmax(device, geometry, "fp32")
 
     def softmax_steps(self) -> list[Step]:
@@ -342,7 +342,7 @@ class PreparedForwardV5(PreparedProducts):
     """As V4, half the bytes."""
 
     def __init__(self, device: Device, geometry: Geometry, outer: str, inner: str) -> None:
-        super().__init__(device, geometry, outer, inner, zeroed=True)
+        super().__init__(device, geometry, outer, inner)
         self.softmax = OnlineSoftmax(device, geometry, inner)
 
     def softmax_steps(self) -> list[Step]:

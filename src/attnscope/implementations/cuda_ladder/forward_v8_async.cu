@@ -2,7 +2,7 @@
 //   two buffers, and each operand of keys and values that is read from shared memory serves ROW_TILES tiles of 16 rows.
 // Grid: (ceil(T / rows a block), B * H), the longest rows first; a warp 16 * ROW_TILES rows.
 // Memory: as V7, but copies go from global to shared memory without passing through registers, one barrier a tile.
-// Bound: tensor cores (Ampere's instructions: on Hopper they reach about two thirds of what wgmma does) and, at D = 64,
+// Bound: tensor cores (Ampere's instructions, which cannot keep Hopper's tensor cores busy as wgmma does) and, at D = 64,
 //   the exponentials, which nothing here overlaps with products of the same warp.
 // Against the previous rung: the wait for memory disappears behind the products, and shared memory is read half as often.
 // Predicted: 1.5 times over V7; within reach of FlashAttention-2, out of reach of wgmma kernels on Hopper.

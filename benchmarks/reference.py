@@ -1,0 +1,294 @@
+"""Write docs/reference/*.md: command line, implementations, workloads and suites, the report's words, the records.
+
+Everything comes from the code: signatures of the commands, sheets, docstrings. ``--check`` writes nothing and exits 1
+where a page is not what this would write. Needs no torch and no GPU, and no page depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attnscope import cli, implementation, pacing, records
+from attnscope.device import Device, Environment
+from attnscope.explaining.rules import RULES
+from attnscope.implementation import FEATURE_SENTENCES, FEATURES
+from attnscope.listing import list_implementations
+from attnscope.reporting.words import COLUMNS, TERM_PHRASES
+from attnscope.spelling import EXAMPLES
+from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, SUITES
+from attnscope.units import DTYPE_BYTES
+
+ROOT = Path(__file__).resolve().parents[1]
+WRITTEN_BY = "<!-- written by benchmarks/reference.py from the code: change the code, then run it -->"
+RECORDS = (
+    records.Run, records.Limits, records.Result, records.CheckResult, records.TensorCheck, records.Measurement,
+    records.Verdict, records.Profile, records.OpTime, records.KernelEvent, records.Finding, Device, Environment,
+)  # fmt: skip
+WORDS = {
+    "causal": "rows see keys up to their own place: `causal` or `causal=top_left` counts places from the first key, "
+    "`causal=bottom_right` lets the last row see the last key",
+    "window": "only keys nearer than this",
+    "softcap": "scores become `softcap · tanh(score / softcap)`",
+    "scale": "what the products are scaled by; D^-0.5 without it",
+    "alibi": "a slope a head times the distance is taken from the scores",
+    "sinks": "one more score a head, without a value",
+    "mask": "a bool mask, `mask=bool:Bx1xLxS` names its shape",
+    "bias": "an additive bias of a dtype and a shape, which gets a gradient",
+    "lengths": "how many keys of each batch entry are real",
+    "packed": "sequences laid end to end; B, L and S follow",
+    "dropout": "a given dropout mask of this probability",
+    "layout": "strides in memory: `bhld`, `blhd`, or `qkv` (three views of one packed buffer)",
+}
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def cli_page() -> Iterator[str]:
+    """Every command with its arguments and options, from the signatures."""
+    yield "# Command line\n\n" + WRITTEN_BY
+    yield (
+        "stdout carries results only, messages and progress go to stderr. Exit codes: 0 ok, 1 an implementation failed "
+        "or was wrong, 2 usage, 130 interrupted."
+    )
+    for name, callback in commands():
+        yield f"## attnscope {name}"
+        yield first_paragraph(callback)
+        rows = [parameter_row(parameter, hint) for parameter, hint in parameters(callback)]
+        yield table(("argument or option", "default", "what it does"), rows) if rows else "No options."
+
+
+def implementations_page() -> Iterator[str]:
+    """The sheets: what each implementation takes."""
+    rows = list_implementations()
+    ladder = set(implementation.names("ladder"))
+    yield "# Implementations\n\n" + WRITTEN_BY
+    yield (
+        "What each sheet claims; every claim is tested. What a sheet does not claim is refused with a reason, and "
+        "PyTorch or the card may refuse more: `attnscope list` says what runs on this machine."
+    )
+    for title, wanted in (("`all`", lambda n: n not in ladder), ("`ladder`", lambda n: n in ladder)):
+        chosen = [row for row in rows if wanted(row["name"])]
+        if chosen:
+            yield f"## {title}"
+            yield table(("implementation", "what it is"), [(shown(row), row["summary"]) for row in chosen])
+            yield table(("implementation", *SHEET_COLUMNS), [sheet_row(row) for row in chosen])
+            yield feature_table(chosen)
+
+
+SHEET_COLUMNS = ("directions", "dtypes", "scores in", "devices", "layouts", "lse", "same result twice")
+
+
+def sheet_row(row: dict[str, Any]) -> Sequence[str]:
+    by_precision: dict[str, list[str]] = {}
+    for dtype, precision in row["compute"].items():
+        by_precision.setdefault(precision, []).append(dtype)
+    scores = "; ".join(f"{precision} for {', '.join(dtypes)}" for precision, dtypes in by_precision.items())
+    if all(dtypes == [precision] for precision, dtypes in by_precision.items()):
+        scores = "the inputs' dtype"
+    elif len(by_precision) == 1:
+        scores = next(iter(by_precision))
+    return (
+        f"`{row['name']}`", ", ".join(row["directions"]), ", ".join(row["dtypes"]), scores, ", ".join(row["devices"]),
+        ", ".join(row["layouts"]), yes(row["lse"]), yes(row["deterministic"]),
+    )  # fmt: skip
+
+
+def feature_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Implementations down, features across; a feature that none has is told below."""
+    words = [word for word in FEATURES if any(word in row["features"] for row in rows)]
+    body = [(f"`{row['name']}`", *(yes(word in row["features"]) for word in words)) for row in rows]
+    missing = [FEATURE_SENTENCES[word] for word in FEATURES if word not in words]
+    told = f"\n\nNone takes {', '.join(missing)}." if missing else ""
+    return table(("implementation", *words), body) + told
+
+
+def workloads_page() -> Iterator[str]:
+    """The spelling's words, and the suites."""
+    yield "# Workloads and suites\n\n" + WRITTEN_BY
+    yield (
+        "A workload is one line of parts separated by commas, the same on the command line, in Python "
+        "(`attnscope.Workload.parse`) and in records: `B8,H32/8,L1024,S2048,D64,Dv128,bf16,causal=bottom_right`."
+    )
+    sizes = [
+        ("`B8`", "batch entries; 1 without it"),
+        ("`H32`, `H32/8`", "query heads, and key/value heads where they are fewer"),
+        ("`L1024`", "query rows"),
+        ("`S2048`", "keys; as many as rows without it"),
+        ("`D64`", "head dim of q and k"),
+        ("`Dv128`", "head dim of v; that of q and k without it"),
+        (", ".join(f"`{dtype}`" for dtype in DTYPE_BYTES), "dtype; bf16 without it"),
+    ]
+    options = [(f"`{EXAMPLES[word]}`", WORDS[word]) for word in WORDS]
+    yield table(("part", "meaning"), [*sizes, *options])
+    yield "## Suites"
+    yield (
+        "A suite's name stands for its workloads. Without any name `compare` takes "
+        f"{listed(GPU_DEFAULT)} on a GPU, {listed(CPU_DEFAULT)} on a CPU."
+    )
+    for name, found in SUITES.items():
+        yield f"`{name}`, {len(found)}:\n\n" + "\n".join(f"- `{workload}`" for workload in found)
+
+
+def report_page() -> Iterator[str]:
+    """The columns, words and findings of a report, and how much is measured."""
+    yield "# What a report says\n\n" + WRITTEN_BY
+    yield "## Columns\n\nThose of `--wide` and the page; the default table shows the first few."
+    yield table(("column", "what it is"), [(column.title, column.meaning) for column in COLUMNS])
+    yield "## Words"
+    rows = [
+        ("status of a row", records.STATUSES, "`Result.status`"),
+        ("grade of a check", records.GRADES, "`CheckResult.grade`"),
+        ("verdict on two rivals", records.VERDICT_WORDS, "`Verdict.word`"),
+        ("what binds the limit", tuple(f"{term}: {said}" for term, said in TERM_PHRASES.items()),
+         "`Measurement.limit_term`"),
+    ]  # fmt: skip
+    yield table(("word for", "words", "field"), [(what, "; ".join(words), where) for what, words, where in rows])
+    yield "## Findings\n\nEach rule is silent unless the trace itself shows what it says."
+    yield table(
+        ("id", "what it says"), [(f"`{rule.__name__.replace('_', '-')}`", first_paragraph(rule)) for rule in RULES]
+    )
+    yield "## How much is measured"
+    yield paragraphs(inspect.getdoc(pacing.Plan) or "")
+    plans = {f"{kind}{', --quick' if quick else ''}": plan for (kind, quick), plan in pacing.PLANS.items()}
+    names = [field.name for field in dataclasses.fields(pacing.Plan)]
+    body = [(f"`{name}`", *(f"{getattr(plan, name):g}" for plan in plans.values())) for name in names]
+    yield table(("", *plans), body)
+
+
+def records_page() -> Iterator[str]:
+    """Every record with its fields."""
+    yield "# Records\n\n" + WRITTEN_BY
+    yield (
+        f"`run.jsonl` is JSON Lines, schema version {records.SCHEMA_VERSION}: one `run` line, then one line for its "
+        "`limits` and for each `result`. Each line carries `record` and `schema_version`; a field that is missing is "
+        "null, never 0. Units are the suffixes of the names."
+    )
+    for record in RECORDS:
+        yield f"## {record.__name__}"
+        yield paragraphs(inspect.getdoc(record) or "")
+        yield table(("field", "type", "default"), [field_row(field) for field in dataclasses.fields(record)])
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "cli.md": cli_page,
+    "implementations.md": implementations_page,
+    "workloads.md": workloads_page,
+    "report.md": report_page,
+    "records.md": records_page,
+}
+
+
+# --- their parts ------------------------------------------------------------------------------------------------------
+
+
+def commands(app: Any = cli.app, prefix: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(name, function) of every command, groups taken apart."""
+    for info in app.registered_commands:
+        name = info.name or info.callback.__name__.replace("_", "-")
+        yield f"{prefix}{name}", info.callback
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance, f"{prefix}{group.name or group.typer_instance.info.name} ")
+
+
+def parameters(callback: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, Any]]:
+    hints = typing.get_type_hints(callback, include_extras=True)
+    for parameter in inspect.signature(callback).parameters.values():
+        yield parameter, hints[parameter.name]
+
+
+def parameter_row(parameter: inspect.Parameter, hint: Any) -> tuple[str, str, str]:
+    info = next((extra for extra in getattr(hint, "__metadata__", ())), None)
+    kind = type(info).__name__
+    bare = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+    default = parameter.default
+    if kind == "ArgumentInfo":
+        return f"`{info.metavar or parameter.name.upper()}`", "", info.help or ""
+    spelled = (info.default, *(info.param_decls or ()))  # in Annotated the first name stands where a default would
+    flag = next((d for d in spelled if isinstance(d, str) and d.startswith("--")), None)
+    flag = flag or f"--{parameter.name.replace('_', '-')}"
+    value = type_word(bare)
+    shown_default = "" if default in (None, False, inspect.Parameter.empty) else f"`{default}`"
+    return f"`{flag}{f' {value}' if value else ''}`", shown_default, info.help or ""
+
+
+def type_word(hint: Any) -> str:
+    """The placeholder of an option's value; empty for a flag."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in hint.__args__ if part is not types.NoneType)
+    return {bool: "", str: "TEXT", int: "N", float: "X", Path: "PATH"}.get(hint, "VALUE")
+
+
+def field_row(field: dataclasses.Field[Any]) -> tuple[str, str, str]:
+    if field.default is not dataclasses.MISSING:
+        default = "null" if field.default is None else f"`{field.default!r}`"
+    elif field.default_factory is not dataclasses.MISSING:
+        default = "empty"
+    else:
+        default = "required"
+    kind, _, maybe = str(field.type).partition(" | ")
+    return f"`{field.name}`", f"`{kind}`" + (" or null" if maybe else ""), default
+
+
+def first_paragraph(thing: Any) -> str:
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+
+
+def paragraphs(doc: str) -> str:
+    """A docstring as Markdown: double backticks are single there, lines of a paragraph are one."""
+    parts = [" ".join(part.split()) for part in doc.split("\n\n")]
+    return re.sub(r"``([^`]+)``", r"`\1`", "\n\n".join(parts))
+
+
+def shown(row: dict[str, Any]) -> str:
+    return f"`{row['name']}`" + (" (ours)" if row["ours"] else "")
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
+
+
+def make_page(name: str) -> str:
+    """The whole text of a page."""
+    return "\n\n".join(PAGES[name]()) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Exit status: 0 done or up to date, 1 with ``--check`` where a page is not."""
+    parser = argparse.ArgumentParser(description="Write docs/reference/*.md from the code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
+    check = parser.parse_args(arguments).check
+    stale = 0
+    for name in PAGES:
+        path = root / "docs" / "reference" / name
+        text = make_page(name)
+        if path.is_file() and path.read_text() == text:
+            continue
+        stale += 1
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        print(f"docs/reference/{name} is out of date, run python benchmarks/reference.py" if check else f"wrote {path}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
