@@ -17,7 +17,7 @@ from attnscope.records import KernelEvent, Profile, Result, Run
 from attnscope.reporting import words
 from attnscope.reporting.text import render_run
 from attnscope.trace import read_trace
-from attnscope.units import MISSING, format_ms, format_us, significant
+from attnscope.units import MISSING, format_bytes, format_ms, format_us, significant
 from attnscope.workload import Workload
 
 DEFAULT_SHARED_LIMIT_BYTES = 48 * 1024
@@ -116,7 +116,7 @@ def finding(source: Source, kind: str, name: str, direction: str = "forward") ->
     found = next((f for f in result.findings if f.id == kind and f.direction == direction), None) if result else None
     if found is None:
         return None
-    lines = [f"**{words.finding_sentence(found)}**"]
+    lines = [f"**{words.finding_sentence(found)}**", ""]
     lines += [f"- {_code(words.clean(said))}" for said in found.evidence]
     lines += [f"- arithmetic: {words.clean(found.arithmetic)}"] if found.arithmetic else []
     lines += [f"- remedy: `{words.clean(found.remedy)}`"] if found.remedy else []
@@ -186,11 +186,11 @@ def occupancy(source: Source) -> str | None:
     events = sorted(found.values(), key=lambda e: -(e.shared_memory_bytes or 0))
     rows = [
         [_code(_title(e.name, 60)), _code(launches.get(e.name)), _threads(e), str(e.registers),
-         f"{(e.shared_memory_bytes or 0) / 1024:.1f}", f"{e.occupancy_shown:.0f} %",
+         format_bytes(e.shared_memory_bytes), f"{e.occupancy_shown:.0f} %",
          MISSING if e.occupancy is None else f"{significant(e.occupancy)} %"]
         for e in events if e.shared_memory_bytes
     ]  # fmt: skip
-    head = ["kernel", "launch call", "threads", "registers", "shared KiB", "shown", "recomputed"]
+    head = ["kernel", "launch call", "threads", "registers", "shared memory", "shown", "recomputed"]
     return "\n".join([table(head, rows, left=2), "", _occupancy_verdict(events, launches)])
 
 
@@ -202,8 +202,8 @@ def _occupancy_verdict(events: Sequence[KernelEvent], launches: dict[str, str]) 
     below = [e for e in events if (e.shared_memory_bytes or 0) <= DEFAULT_SHARED_LIMIT_BYTES]
     wrong_above, wrong_below = zeros(above), zeros(below)
     said = [
-        f"Of {len(above)} kernels with more than 48 KiB of shared memory a block, {len(wrong_above)} show 0 % although "
-        f"they run; of {len(below)} with 48 KiB or less, {len(wrong_below)}."
+        f"Kernels with more than 48 KiB of shared memory a block: {len(above)}, of which {len(wrong_above)} show 0 % "
+        f"although they run. With 48 KiB or less: {len(below)}, of which {len(wrong_below)}."
     ]
     calls = sorted({launches[e.name] for e in wrong_above if e.name in launches})
     if calls:
@@ -352,7 +352,8 @@ def make(kind: str, arguments: Sequence[str], source: Source | None) -> str | No
     """The block ``kind`` of the article's workload. Raises UsageError for a wrong number of arguments or direction."""
     function, least, most = BLOCKS[kind]
     if not least <= len(arguments) <= most:
-        raise UsageError(f"a block {kind} takes {least} to {most} arguments, got {' '.join(arguments) or 'none'}")
+        usage = next(usage for usage in USAGES if usage.split()[0] == kind)
+        raise UsageError(f"a block must read {usage}, got {' '.join([kind, *arguments])}")
     if kind in ("measured", "limit-terms", "kernels") and arguments[-1] not in words.DIRECTIONS:
         raise UsageError(f"direction must be forward or backward, got {arguments[-1]!r}")
     return None if source is None else function(source, *arguments)

@@ -20,8 +20,7 @@ from typing import Any
 from attnscope import cli, implementation, pacing, records
 from attnscope.device import Device, Environment
 from attnscope.explaining.rules import RULES
-from attnscope.implementation import FEATURE_SENTENCES, FEATURES
-from attnscope.listing import list_implementations
+from attnscope.implementation import FEATURE_SENTENCES, FEATURES, Implementation, Sheet
 from attnscope.reporting.words import COLUMNS, TERM_PHRASES
 from attnscope.spelling import EXAMPLES
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, SUITES
@@ -69,44 +68,46 @@ def cli_page() -> Iterator[str]:
 
 def implementations_page() -> Iterator[str]:
     """The sheets: what each implementation takes."""
-    rows = list_implementations()
     ladder = set(implementation.names("ladder"))
+    known = list(implementation.builtin_references())
     yield "# Implementations\n\n" + WRITTEN_BY
     yield (
         "What each sheet claims; every claim is tested. What a sheet does not claim is refused with a reason, and "
         "PyTorch or the card may refuse more: `attnscope list` says what runs on this machine."
     )
-    for title, wanted in (("`all`", lambda n: n not in ladder), ("`ladder`", lambda n: n in ladder)):
-        chosen = [row for row in rows if wanted(row["name"])]
+    for title, names in (("all", [n for n in known if n not in ladder]), ("ladder", [n for n in known if n in ladder])):
+        chosen = [implementation.find(name) for name in names]
         if chosen:
-            yield f"## {title}"
-            yield table(("implementation", "what it is"), [(shown(row), row["summary"]) for row in chosen])
-            yield table(("implementation", *SHEET_COLUMNS), [sheet_row(row) for row in chosen])
+            yield f"## `{title}`"
+            yield table(("implementation", "what it is"), [(shown(one), one.summary) for one in chosen])
+            yield table(("implementation", *SHEET_COLUMNS), [sheet_row(one.name, one.sheet) for one in chosen])
             yield feature_table(chosen)
 
 
 SHEET_COLUMNS = ("directions", "dtypes", "scores in", "devices", "layouts", "lse", "same result twice")
 
 
-def sheet_row(row: dict[str, Any]) -> Sequence[str]:
+def sheet_row(name: str, sheet: Sheet) -> Sequence[str]:
     by_precision: dict[str, list[str]] = {}
-    for dtype, precision in row["compute"].items():
-        by_precision.setdefault(precision, []).append(dtype)
+    for dtype in sorted(sheet.dtypes):
+        by_precision.setdefault(sheet.compute_precision(dtype), []).append(dtype)
     scores = "; ".join(f"{precision} for {', '.join(dtypes)}" for precision, dtypes in by_precision.items())
     if all(dtypes == [precision] for precision, dtypes in by_precision.items()):
         scores = "the inputs' dtype"
     elif len(by_precision) == 1:
         scores = next(iter(by_precision))
+    least = f" from compute capability {'.'.join(map(str, sheet.min_capability))} on" if sheet.min_capability else ""
     return (
-        f"`{row['name']}`", ", ".join(row["directions"]), ", ".join(row["dtypes"]), scores, ", ".join(row["devices"]),
-        ", ".join(row["layouts"]), yes(row["lse"]), yes(row["deterministic"]),
+        f"`{name}`", ", ".join(sorted(sheet.directions, reverse=True)), ", ".join(sorted(sheet.dtypes)), scores,
+        ", ".join(sorted(sheet.devices)) + least, ", ".join(sorted(sheet.layouts)), yes(sheet.lse),
+        yes(sheet.deterministic),
     )  # fmt: skip
 
 
-def feature_table(rows: Sequence[dict[str, Any]]) -> str:
+def feature_table(chosen: Sequence[Implementation]) -> str:
     """Implementations down, features across; a feature that none has is told below."""
-    words = [word for word in FEATURES if any(word in row["features"] for row in rows)]
-    body = [(f"`{row['name']}`", *(yes(word in row["features"]) for word in words)) for row in rows]
+    words = [word for word in FEATURES if any(word in one.sheet.features for one in chosen)]
+    body = [(f"`{one.name}`", *(yes(word in one.sheet.features) for word in words)) for one in chosen]
     missing = [FEATURE_SENTENCES[word] for word in FEATURES if word not in words]
     told = f"\n\nNone takes {', '.join(missing)}." if missing else ""
     return table(("implementation", *words), body) + told
@@ -249,8 +250,8 @@ def paragraphs(doc: str) -> str:
     return re.sub(r"``([^`]+)``", r"`\1`", "\n\n".join(parts))
 
 
-def shown(row: dict[str, Any]) -> str:
-    return f"`{row['name']}`" + (" (ours)" if row["ours"] else "")
+def shown(one: Implementation) -> str:
+    return f"`{one.name}`" + (" (ours)" if one.sheet.ours else "")
 
 
 def yes(value: bool) -> str:

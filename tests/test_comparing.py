@@ -205,6 +205,13 @@ def test_too_little_memory_is_a_sentence_not_a_row():
         execute(make_plan([huge], bad("Good"), "forward", "cpu", (), quick=True))
 
 
+@pytest.mark.slow
+def test_a_workload_too_large_among_others_costs_its_own_rows_only():
+    plan = make_plan([TINY, "B1024,H128,L65536,D128,fp32", "B1,H1,L16,D8,fp32"], bad("Good"), "forward", "cpu", ())
+    statuses = [row.status for row in execute(plan).results]
+    assert statuses == ["ok", "skipped", "ok"]
+
+
 def test_score_matrices_beyond_memory_are_a_reason(monkeypatch):
     from bad_implementations import SHEET, Good
 

@@ -185,6 +185,9 @@ def _slope_budget(name: str, exact: Tensor, twin: Tensor, deviation: Tensor, mod
     chance = (deviation * norms).square().sum().sqrt().item() / norms.square().sum().item()
     # a tensor core truncates each sum of 16 products; a rounding step of storage is biased by a part of its unit
     drift = roundoff.arithmetic * max(w.S, w.L) / 8 + roundoff.storage / 2 + roundoff.scores / 2 + 4 * roundoff.operand
+    before, after = model.cap_squares.tolist()
+    if name in ("dq", "dk") and before:
+        drift += model.cap_error * math.sqrt(before / max(after, TINY_RESULT))
     return max(SPREAD_FACTOR * slope, MODEL_FACTOR * chance) + drift
 
 
@@ -211,6 +214,8 @@ class ErrorModel(Work):
     def __init__(self, inputs: Inputs, roundoff: Roundoff, backward: bool) -> None:
         super().__init__(inputs, EXACT, backward)
         self.roundoff = roundoff
+        self.cap_error = 2 * (TANH_ERROR if roundoff.half else roundoff.arithmetic)
+        self.cap_squares = self.result.out.new_zeros(2)  # of dS before and after softcap's derivative
         self.variance = {name: tensor.new_zeros(tensor.shape) for name, tensor in self.result.tensors().items()}
 
     def load_units(self, units: list[tuple[int, int]]) -> None:
@@ -224,6 +229,8 @@ class ErrorModel(Work):
         p, weights = chunk.probabilities, chunk.weights
         spread = self._score_variance(chunk, q, k)
         common = (p.square() * spread).sum(-1, keepdim=True)
+        if chunk.sink is not None:
+            common = common + chunk.sink.square() * self._sink_variance()
         noise = (2 * r.arithmetic * (1 + finite(chunk.lse).abs()[..., None])).square()  # of lse itself
         noise = noise + r.arithmetic**2 * p.shape[-1] / 6  # of the sum of exponentials
         self._add("lse", rows, (common + 4 * noise).squeeze(-1))
@@ -238,6 +245,8 @@ class ErrorModel(Work):
     def _observe_backward(
         self, rows: slice, columns: slice, c: Chunk, spread: Tensor, rounded: Tensor, common: Tensor
     ) -> None:
+        import torch
+
         r, scale2, p = self.roundoff, self.w.effective_scale**2, c.probabilities
         q, k, v, grad = self.q[:, :, rows], self.k[:, columns], self.v[:, columns], self.grad_out[:, :, rows]
         grad_p = c.grad_p if c.keep is None else c.grad_p * c.keep
@@ -249,16 +258,21 @@ class ErrorModel(Work):
         delta += (2 * r.arithmetic * c.row_scale).square()
         pair = c.grad_s.square() * (spread + r.arithmetic**2 * max(p.shape[-2:]) / 6)
         pair += p.square() * (r.arithmetic**2 * self.w.D_v / 3 * reach.square() + r.scores**2 * grad_p.square())
+        if r.scores:  # P is read again as it was rounded
+            pair += r.stored(p) * (grad_p - c.delta).square()
         if r.operand:
             pair += p.square() * 2 * r.operand**2 * (grad.square() @ v[:, None].square().transpose(-1, -2))
         self._add_bias(self.variance.get("dbias"), *self._bias_variance(c, pair, delta, common), rows, columns)
-        self._add_sinks(self.variance.get("dsinks"), *self._sinks_variance(c, delta, common))
+        self._add_sinks(self.variance.get("dsinks"), *self._dsinks_variance(c, delta, common))
         cap = 1.0 if c.cap is None else c.cap
         raw = c.grad_s * cap
         # twice where one head's dk of a group is rounded; once more where sums are rounded, for each tile
         steps = 2 if self.w.group > 1 else 1
         key_tiles, row_tiles = (n / SUMMED_ROWS if r.sums else 0.0 for n in (self.w.S, self.w.L))
         pair = pair * cap**2 + steps * r.stored(raw)
+        if c.cap is not None:  # 1 - tanh^2 cancels where tanh is near 1
+            pair += (self.cap_error * c.grad_s).square()
+            self.cap_squares += torch.stack([c.grad_s.square().sum(), raw.square().sum()])
         if r.scores and self.w.effective_scale:
             pair = pair + r.stored(raw, unit=abs(self.w.effective_scale))  # dS * scale
         mean_key = (p * cap) @ k[:, None]
@@ -303,11 +317,21 @@ class ErrorModel(Work):
             return (variance.sum(-1, keepdim=True) + c.probabilities.sum(-1, keepdim=True).square() * delta,)
         return (variance + c.probabilities.square() * delta,)
 
-    def _sinks_variance(self, c: Chunk, delta: Tensor, common: Tensor) -> tuple[Any, Any]:
+    def _sink_variance(self) -> Tensor:
+        """Of the sinks as scores, (n, G, 1, 1)."""
+        sinks = self.inputs.sinks.to(**self.options).view(self.w.H_kv, self.w.group)[self.kv][:, :, None, None]  # type: ignore[union-attr]
+        return (self.roundoff.scores * sinks).square()
+
+    def _dsinks_variance(self, c: Chunk, delta: Tensor, common: Tensor) -> tuple[Any, Any]:
+        """One of each row's share of dsinks, and a factor of 1, as ``_add_sinks`` takes them."""
         if c.sink is None:
             return None, None
         sums = self.roundoff.arithmetic**2 * self.w.B * self.w.L / 6
-        return c.sink.square(), delta + c.delta.square() * (common + sums)
+        variance = c.sink.square() * (delta + c.delta.square() * (common + sums + self._sink_variance()))
+        if self.roundoff.scores:
+            variance = variance + self.roundoff.stored(c.sink * c.delta)
+            variance = variance + self.roundoff.stored(c.sink) * c.delta.square()
+        return variance.new_ones(1), variance
 
     def _add(self, name: str, rows: slice, value: Tensor) -> None:
         self._grouped(self.variance[name])[self.b, self.kv, :, rows] += value

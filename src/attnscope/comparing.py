@@ -168,6 +168,7 @@ class _Sweep:
         self.checker, self.bench = self._new_worker(), self._new_worker()
         self.done = self.total = 0
         self.limits: Limits | None = None
+        self._unfinished: tuple[Result, ...] = ()
 
     def _new_worker(self) -> Caller:
         return InProcess() if self.in_process else Worker(warm_up=("attnscope.jobs:start", self.plan.device))
@@ -184,7 +185,12 @@ class _Sweep:
             run = self._empty_run(device, environment, workloads)
             self.total = len(workloads) * len(self.references) * (1 + len(self.plan.stages)) + 1
             for workload in workloads:
-                rows += self._run_workload(workload, device, rows)
+                try:
+                    rows += self._run_workload(workload, device)
+                except AttnscopeError as error:
+                    if len(workloads) == 1:
+                        raise
+                    rows += self._lost(workload, error)  # one workload of many costs its own rows only
         except KeyboardInterrupt:
             if run is None:
                 raise
@@ -195,8 +201,6 @@ class _Sweep:
             self.bench.close()
         assert run is not None
         return replace(run, limits=self.limits, results=tuple(rows))
-
-    _unfinished: Sequence[Result] = ()
 
     def _start(self) -> tuple[Device, Environment]:
         self._say("start")
@@ -219,10 +223,21 @@ class _Sweep:
             quick=self.plan.quick,
         )
 
-    def _run_workload(self, workload: Workload, device: Device, finished: list[Result]) -> list[Result]:
+    def _lost(self, workload: Workload, error: AttnscopeError) -> list[Result]:
+        """Rows of a workload that could not go on: those that stand, and a reason or error for the others."""
+        rows = {row.implementation: row for row in self._unfinished}
+        self._unfinished = ()
+        for name in self.references:
+            if name not in rows:
+                reasons = {mode: (str(error).splitlines()[0],) for mode in self.plan.modes}
+                lost = {"status": "skipped", "reasons": reasons} if isinstance(error, DeviceError) else {
+                    "status": "failed", "error": str(error)}  # fmt: skip
+                rows[name] = Result(workload=str(workload), implementation=name, **lost)
+        return list(rows.values())
+
+    def _run_workload(self, workload: Workload, device: Device) -> list[Result]:
         from attnscope.jobs import Ask
 
-        del finished
         ask = Ask(workload, device, self.plan.seed, self.plan.modes, self.references, self.plan.quick)
         with _sentences():
             reasons = self.checker.call("attnscope.jobs:survey", ask, timeout_s=START_LIMIT_S)

@@ -299,6 +299,7 @@ def _compile(text: str, path: Path, architecture: str, options: tuple[str, ...])
         std="c++17",
         use_fast_math=True,
         ptxas_options=["-v"],
+        no_cache=True,  # NVRTC's own cache would answer without ptxas's report; ours keeps both
         define_macro=[tuple(o.split("=", 2)[1:]) for o in options if o.startswith("--define-macro")] or None,
         include_path=[o.split("=", 1)[1] for o in options if o.startswith("--include-path")] or None,
     )

@@ -171,11 +171,13 @@ def cpu_name() -> str:
 
 
 def available_memory_bytes(device: Device) -> int:
-    """Memory that can be had now: free on the GPU, available on the CPU (within its cgroup)."""
+    """Memory that can be had now: on the GPU what is free, and what torch's allocator holds without using it; on the
+    CPU what is available within its cgroup."""
     if device.kind == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info(device.index)[0])
+        unused = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
+        return int(torch.cuda.mem_get_info(device.index)[0]) + unused
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

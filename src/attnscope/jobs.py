@@ -6,7 +6,9 @@ that several calls share (references, inputs of the current workload) lives in t
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +88,7 @@ def survey(ask: Ask, *, report: Report) -> dict[str, dict[str, list[str]]]:
         DeviceError: the workload's tensors do not fit in memory at all.
     """
     del report
+    _forget()
     refuse_too_large(ask.workload, ask.device, factor=2.0)
     return {name: _reasons(_find(ask, name), ask) for name in ask.references}
 
@@ -175,7 +178,12 @@ _state: dict[str, Any] = {}
 
 
 def _forget() -> None:
+    """Give back what the last workload held, also what torch's allocator keeps for later."""
     _state.clear()
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _inputs(ask: Ask) -> Inputs:

@@ -327,7 +327,7 @@ class Work:
         )
         sinks = None
         if inputs.sinks is not None:
-            sinks = inputs.sinks.to(**self.options).view(w.H_kv, w.group)[self.kv][:, :, None, None]
+            sinks = step(inputs.sinks.to(**self.options)).view(w.H_kv, w.group)[self.kv][:, :, None, None]
             top = torch.maximum(top, sinks)
         shift = top.masked_fill(top == -torch.inf, 0)
         exponentials = torch.exp(scores - shift)
@@ -352,6 +352,8 @@ class Work:
         p, weights, keep, sink, cap, out = (
             chunk.probabilities, chunk.weights, chunk.keep, chunk.sink, chunk.cap, chunk.out
         )  # fmt: skip
+        if self.precision.scores is not None:  # what is written out is read again as it was rounded
+            p = store(p)
         delta = (grad * out).sum(-1, keepdim=True)
         grad_p = self.precision.step(grad @ v[:, None].transpose(-1, -2))
         grad_s = p * ((grad_p if keep is None else grad_p * keep) - delta)

@@ -125,7 +125,7 @@ def find_call(trace: Trace, workload: Workload, implementation: str, direction: 
     on_gpu = any(step.device_events for step in steps)
     ordered = sorted(steps, key=lambda s: s.device_us if on_gpu else s.duration_us)
     step = ordered[(len(ordered) - 1) // 2]
-    seen = _device_seen(trace, step, direction) if on_gpu else _cpu_seen(step, direction)
+    seen = _device_seen(trace, step, direction) if on_gpu else cpu_seen(step, direction)
     return Call(trace, workload, implementation, direction, label, steps, step, give_roles(seen, workload, direction))
 
 
@@ -162,7 +162,7 @@ def _from_device(trace: Trace, event: DeviceEvent, first_ns: int, direction: str
     return Seen(record, ops, event.kind, event.bytes_moved)
 
 
-def _cpu_seen(step: Step, direction: str) -> list[Seen]:
+def cpu_seen(step: Step, direction: str) -> list[Seen]:
     """The ops that do work, each with its own time: of nested ops the innermost, except where one is one piece, or
     works beyond what is inside it."""
     found: list[Seen] = []

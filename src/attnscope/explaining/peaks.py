@@ -1,6 +1,6 @@
 """Stage 6: matrix rates and bandwidth of known cards, for estimates of what a slower unit costs.
 
-Dense rates from NVIDIA's data sheets. They only enter estimates, and a finding that uses them says so.
+Dense rates from the makers' data sheets. They only enter estimates, and a finding that uses them says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ PEAKS: tuple[tuple[str, Peaks], ...] = (
     ("H100 PCIe", Peaks(51, 378, 756, 2000, "NVIDIA H100 data sheet, PCIe, dense")),
     ("H100", Peaks(67, 495, 989, 3350, "NVIDIA H100 data sheet, SXM, dense")),
     ("A100-SXM4-80GB", Peaks(19.5, 156, 312, 2039, "NVIDIA A100 80 GB data sheet, SXM, dense")),
+    ("A100-PCIE-40GB", Peaks(19.5, 156, 312, 1555, "NVIDIA A100 40 GB data sheet, PCIe, dense")),
     ("A100", Peaks(19.5, 156, 312, 1555, "NVIDIA A100 40 GB data sheet, dense")),
+    ("V100", Peaks(15.7, 15.7, 125, 900, "NVIDIA V100 data sheet, SXM2; it has no TF32")),
+    ("MI300X", Peaks(163.4, 653.7, 1307.4, 5300, "AMD Instinct MI300X data sheet, dense")),
 )
 
 

@@ -41,8 +41,8 @@ FEATURES = frozenset(
 )  # fmt: skip
 MASKING_FEATURES = ("causal_bottom_right", "window", "alibi", "mask", "bias", "lengths", "packed")
 MAX_GRID = 65535  # largest y and z of a CUDA grid, where flash and efficient put heads and batch (pytorch#142228)
-# A bias or ALiBi is passed as attn_mask in the inputs' dtype; and the CPU flash kernel's backward adds each tile's share
-# to dq, dk, dv in that dtype (cpu_flash_attention_backward in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+# A bias or ALiBi is passed as attn_mask in the inputs' dtype; and the CPU flash kernel's backward adds what each tile
+# gives to dq, dk, dv in that dtype (cpu_flash_attention_backward in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
 ROUNDS = {"cpu": frozenset({"bias"}), "cuda": frozenset({"bias"})}
 FLASH_ROUNDS = ROUNDS | {"cpu": frozenset({"bias", "sums"})}
 OTHER_KERNELS = {

@@ -18,7 +18,7 @@ OUR_LABEL = "attnscope/"
 STEP_NAME = "ProfilerStep#"
 
 
-class Interval(msgspec.Struct, kw_only=True):
+class Interval(msgspec.Struct, kw_only=True, eq=False):
     """Something with a name, a start and a length, on a thread or stream."""
 
     name: str
@@ -37,13 +37,16 @@ class Interval(msgspec.Struct, kw_only=True):
         return self.duration_ns / 1e3
 
 
-class Op(Interval, kw_only=True):
+class Op(Interval, kw_only=True, eq=False):
     """A CPU op or, with ``is_annotation``, a record_function scope; ``parent`` encloses it on its thread.
+
+    With ``is_module`` too it is the forward of an ``nn.Module``, which only a trace with Python stacks holds.
 
     ``raw_args`` is the event's JSON, decoded when asked for: most events of a large trace never are.
     """
 
     is_annotation: bool = False
+    is_module: bool = False
     raw_args: bytes = b"{}"
     parent: Op | None = None
     children_ns: int = 0
@@ -70,25 +73,29 @@ class Op(Interval, kw_only=True):
     def shapes(self) -> list[list[int]] | None:
         """Input shapes in argument order ([] for what is no tensor); None where the trace recorded none."""
         args = self.args
-        return args.get("Input Dims", args.get("Input dims"))
+        found = args.get("Input Dims", args.get("Input dims"))
+        return [_shape(one) for one in found] if isinstance(found, list) else None
 
     @property
     def dtypes(self) -> list[str]:
         """Input types in argument order, as torch spells them (``c10::BFloat16``, ``float``, ``Scalar``)."""
-        return [str(t) for t in self.args.get("Input type") or []]
+        found = self.args.get("Input type")
+        return [str(t) for t in found] if isinstance(found, list) else []
 
     @property
     def strides(self) -> list[list[int]]:
         """Input strides in argument order."""
-        return self.args.get("Input Strides") or []
+        found = self.args.get("Input Strides")
+        return [_shape(one) for one in found] if isinstance(found, list) else []
 
     @property
     def values(self) -> list[str]:
         """Scalar arguments as text in argument order. Never evaluate them."""
-        return [str(v) for v in self.args.get("Concrete Inputs") or []]
+        found = self.args.get("Concrete Inputs")
+        return [str(v) for v in found] if isinstance(found, list) else []
 
 
-class RuntimeCall(Interval, kw_only=True):
+class RuntimeCall(Interval, kw_only=True, eq=False):
     """A call into the CUDA or HIP runtime or driver: a launch, a copy, a synchronise. ``op`` is what made it."""
 
     correlation: int | None = None
@@ -100,7 +107,7 @@ class RuntimeCall(Interval, kw_only=True):
         return "aunch" in self.name or "emcpy" in self.name or "emset" in self.name
 
 
-class DeviceEvent(Interval, kw_only=True):
+class DeviceEvent(Interval, kw_only=True, eq=False):
     """A kernel, copy or fill on the device. ``launch`` is None where it was launched before the trace began."""
 
     kind: str
@@ -115,6 +122,11 @@ class DeviceEvent(Interval, kw_only=True):
     occupancy_shown: float | None = None
     bytes_moved: int | None = None
     graph_id: int | None = None
+
+    @property
+    def replayed(self) -> bool:
+        """Whether a CUDA or HIP graph launched it: then it belongs to the graph, whatever op launched that."""
+        return self.graph_id is not None or (self.launch is not None and "raphLaunch" in self.launch.name)
 
     @property
     def op(self) -> Op | None:
@@ -162,13 +174,20 @@ class Step:
 
 @dataclass
 class Trace:
-    """A whole trace. ``ops`` holds annotations too; every list is sorted by start. ``problems`` are sentences."""
+    """A whole trace. ``ops`` holds annotations too; every list is sorted by start. ``problems`` are sentences.
+
+    ``modules`` are nested around the ops and in no other list. ``meta`` is what the root says besides its events, names
+    and numbers only. ``has_environment`` marks a file that carries environment variables, which nothing here repeats.
+    """
 
     ops: list[Op] = field(default_factory=list)
     runtime_calls: list[RuntimeCall] = field(default_factory=list)
     device_events: list[DeviceEvent] = field(default_factory=list)
     devices: list[DeviceProperties] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    modules: list[Op] = field(default_factory=list)
+    meta: dict[str, str | int | float] = field(default_factory=dict)
+    has_environment: bool = False
 
     @property
     def annotations(self) -> list[Op]:
@@ -219,8 +238,16 @@ class Trace:
 
 def decode_args(raw: bytes) -> dict[str, Any]:
     """An event's args as a dict; empty where they are missing or no object."""
-    found = msgspec.json.decode(raw) if raw else {}
+    try:
+        found = msgspec.json.decode(raw) if raw else {}
+    except (msgspec.DecodeError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}
+
+
+def _shape(value: object) -> list[Any]:
+    """A tensor's sizes, for a list of tensors the lists of theirs; [] for what is neither."""
+    return value if isinstance(value, list) else []
 
 
 def _launch_start(event: DeviceEvent) -> int:

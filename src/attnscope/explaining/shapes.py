@@ -1,0 +1,197 @@
+"""Stage 6: what an attention op's arguments say: shapes, dtype, causal, mask, dropout; and the FLOPs that follow.
+
+Reads Ops, writes Problem. Pure; imports neither torch nor an implementation. Argument positions are those of torch's
+native functions; nothing is evaluated, and what does not fit a signature stays unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from attnscope.explaining.call import short_dtype
+from attnscope.trace.events import Op
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Where an op takes q (k and v follow), its mask, dropout and causal flag; ``blhd`` is the layout of q."""
+
+    q: int = 0
+    mask: int | None = None
+    dropout: int | None = None
+    causal: int | None = None
+    blhd: bool = False
+
+
+SIGNATURES = {
+    "aten::scaled_dot_product_attention": Signature(mask=3, dropout=4, causal=5),
+    "aten::_scaled_dot_product_attention_math": Signature(mask=3, dropout=4, causal=5),
+    "aten::_scaled_dot_product_flash_attention": Signature(dropout=3, causal=4),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Signature(dropout=3, causal=4, mask=6),
+    "aten::_scaled_dot_product_efficient_attention": Signature(mask=3, dropout=5, causal=6),
+    "aten::_scaled_dot_product_cudnn_attention": Signature(mask=3, dropout=5, causal=6),
+    "aten::_scaled_dot_product_flash_attention_backward": Signature(q=1, dropout=10, causal=11),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Signature(q=1, dropout=6, causal=7, mask=8),
+    "aten::_scaled_dot_product_efficient_attention_backward": Signature(q=1, mask=4, dropout=9, causal=11),
+    "aten::_scaled_dot_product_cudnn_attention_backward": Signature(q=1, mask=8, dropout=13, causal=14),
+    "aten::_flash_attention_forward": Signature(dropout=7, causal=8, blhd=True),
+    "aten::_flash_attention_backward": Signature(q=1, dropout=10, causal=11, blhd=True),
+    "flash_attn::_flash_attn_forward": Signature(dropout=3, causal=5, blhd=True),
+    "flash_attn::_flash_attn_backward": Signature(q=1, blhd=True),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An attention problem as far as a trace shows it. None is unknown. ``mask`` is a dtype and a shape, as text."""
+
+    B: int | None = None
+    H: int | None = None
+    H_kv: int | None = None
+    L: int | None = None
+    S: int | None = None
+    D: int | None = None
+    D_v: int | None = None
+    dtype: str | None = None
+    causal: bool | None = None
+    mask: str | None = None
+    dropout: float | None = None
+
+    @property
+    def shaped(self) -> bool:
+        """Whether all sizes are known."""
+        return None not in (self.B, self.H, self.L, self.S, self.D)
+
+    @property
+    def pairs(self) -> int | None:
+        """Query-key pairs that the causal flag leaves (all, where it is unset or unknown), over all heads."""
+        if not self.shaped:
+            return None
+        B, H, L, S = self.B or 0, self.H or 0, self.L or 0, self.S or 0
+        if not self.causal:
+            return B * H * L * S
+        rows = min(L, S)
+        return B * H * (rows * (rows + 1) // 2 + (L - rows) * S)
+
+    def flops(self, direction: str) -> int | None:
+        """2 (D + D_v) for each pair forward; backward 2.5 times that, with the recomputation (five products of two)."""
+        pairs = self.pairs
+        if pairs is None:
+            return None
+        forward = 2 * pairs * ((self.D or 0) + (self.D_v or self.D or 0))
+        return forward * 5 // 2 if direction == "backward" else forward
+
+    def least_bytes(self) -> int | None:
+        """q, k, v read and the output written, once."""
+        if not self.shaped or self.dtype not in ITEM_BYTES:
+            return None
+        B, H, L, S, D = self.B or 0, self.H or 0, self.L or 0, self.S or 0, self.D or 0
+        D_v, H_kv = self.D_v or D, self.H_kv or H
+        return ITEM_BYTES[self.dtype] * B * (H * L * (D + D_v) + H_kv * S * (D + D_v))
+
+    def __str__(self) -> str:
+        """The workload spelling, as far as it is known; ? for what is not."""
+        if not self.shaped:
+            return "shapes not recorded"
+        heads = f"H{self.H}/{self.H_kv}" if self.H_kv not in (None, self.H) else f"H{self.H}"
+        parts = [f"B{self.B}", heads, f"L{self.L}"]
+        parts += [f"S{self.S}"] if self.S != self.L else []
+        parts += [f"D{self.D}"]
+        parts += [f"Dv{self.D_v}"] if self.D_v not in (None, self.D) else []
+        parts += [self.dtype] if self.dtype else []
+        parts += ["causal"] if self.causal else []
+        parts += [f"mask {self.mask}"] if self.mask else []
+        parts += [f"dropout={self.dropout:g}"] if self.dropout else []
+        return ",".join(parts)
+
+
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def problem_of(op: Op) -> Problem | None:
+    """The problem of an attention op; None where the signature is not known or no shapes were recorded."""
+    signature = SIGNATURES.get(op.name)
+    shapes = op.shapes
+    if signature is None or shapes is None or len(shapes) < signature.q + 3:
+        return None
+    q, k, v = (_four(shape) for shape in shapes[signature.q : signature.q + 3])
+    if q is None or k is None or v is None:
+        return None
+    if signature.blhd:
+        q, k, v = (_swapped(one) for one in (q, k, v))
+    dtypes, values = op.dtypes, op.values
+    mask = None
+    if signature.mask is not None and signature.mask < len(shapes) and shapes[signature.mask]:
+        sizes = shapes[signature.mask]
+        kind = _at(dtypes, signature.mask) or ""
+        mask = f"{short_dtype(kind) or kind}:{'x'.join(map(str, sizes))}"
+    return Problem(
+        q[0], q[1], k[1], q[2], k[2], q[3], v[3],
+        dtype=short_dtype(_at(dtypes, signature.q) or ""),
+        causal=_flag(_at(values, signature.causal)),
+        mask=mask,
+        dropout=_decimal(_at(values, signature.dropout)),
+    )  # fmt: skip
+
+
+def product_sizes(op: Op) -> tuple[int, int, int, int] | None:
+    """(batch, rows, inner, columns) of a batched product; None where no such shapes were recorded."""
+    shapes = op.shapes
+    if shapes is None:
+        return None
+    first = 1 if op.name.startswith("aten::baddbmm") else 0
+    pair = shapes[first : first + 2]
+    if len(pair) < 2 or not all(_sizes(one) and len(one) == 3 for one in pair):
+        return None
+    (n, rows, inner), (_, _, columns) = pair
+    return n, rows, inner, columns
+
+
+def first_shape(op: Op | None) -> list[int] | None:
+    """The sizes of the first tensor that an op takes."""
+    shapes = op.shapes if op is not None else None
+    return next((one for one in shapes or [] if one and _sizes(one)), None)
+
+
+def tensor_dtypes(op: Op | None) -> list[str]:
+    """Our spelling of the dtypes of an op's floating point tensors, in order."""
+    return [short for one in (op.dtypes if op is not None else []) if (short := short_dtype(one))]
+
+
+def count(shape: list[int]) -> int:
+    """Elements of a tensor."""
+    return math.prod(shape)
+
+
+def _four(shape: list[int]) -> list[int] | None:
+    """Sizes as (B, H, L, D): what has fewer dimensions has one head or one batch, what has more is folded."""
+    if not _sizes(shape) or len(shape) < 2:
+        return None
+    if len(shape) > 4:
+        return [math.prod(shape[:-3]), *shape[-3:]]
+    return [1] * (4 - len(shape)) + shape if len(shape) != 3 else [shape[0], 1, *shape[1:]]
+
+
+def _swapped(shape: list[int]) -> list[int]:
+    return [shape[0], shape[2], shape[1], shape[3]]
+
+
+def _sizes(shape: list[int]) -> bool:
+    return all(isinstance(n, int) and 0 <= n < 1 << 40 for n in shape)
+
+
+def _at(values: list[str], index: int | None) -> str | None:
+    return values[index] if index is not None and index < len(values) else None
+
+
+def _flag(text: str | None) -> bool | None:
+    return {"True": True, "False": False}.get(text or "")
+
+
+def _decimal(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0 <= value <= 1 else None

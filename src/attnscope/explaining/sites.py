@@ -1,0 +1,322 @@
+"""Stage 6: the attention calls of a trace, and the call sites they make.
+
+Reads Work, writes AttentionCall and Site. Pure; imports neither torch nor an implementation. A call is found in one of
+three ways: by an op that is attention; by a kernel whose name says so; by a batched product, a softmax, and a batched
+product whose sizes fit each other (without sizes: with nothing but elementwise work between them).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
+from attnscope.explaining.shapes import Problem, count, first_shape, problem_of, product_sizes, tensor_dtypes
+from attnscope.explaining.works import BATCHED_OPS, MATMUL_OPS, Sequence, Work
+from attnscope.trace.events import Op
+
+ATTENTION_OP = re.compile(
+    r"scaled_dot_product_|_flash_attention_|_efficient_attention_|_cudnn_attention_|efficient_attention_(forward|"
+    r"backward)|flex_attention|flash_attn|FlashAttn|unified_attention|xformers\S*attention|aiter\S*(mha|attn|attention)|"
+    r"_native_multi_head_attention|natten"
+)
+NOT_ATTENTION_OP = "_fused_sdp_choice"
+FAST_PATH = "aten::_native_multi_head_attention"
+REACH = 60  # works between a product and its softmax
+WRAPPERS = MATMUL_OPS | {"aten::softmax"}
+OWN_NAMES = (
+    ("_scaled_dot_product_flash_attention_for_cpu", "SDPA flash on the CPU"),
+    ("_scaled_dot_product_flash", "SDPA flash"),
+    ("_scaled_dot_product_efficient", "SDPA efficient"),
+    ("_scaled_dot_product_cudnn", "SDPA cuDNN"),
+    ("_scaled_dot_product_attention_math", "SDPA math"),
+    ("_scaled_dot_product_fused_attention_overrideable", "SDPA of another device"),
+    ("_flash_attention_", "flash (FlashAttention op)"),
+    ("_efficient_attention_", "efficient (op)"),
+)
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """One call: what worked in it, and what is known of its problem. ``inferred`` marks names as the only witness."""
+
+    how: str  # op, kernel, unfused
+    name: str
+    direction: str
+    implementation: str
+    works: list[Work]
+    problem: Problem
+    module: str | None = None
+    inferred: bool = False
+    op: Op | None = None
+
+    @property
+    def us(self) -> float:
+        """GPU time (on a CPU its time)."""
+        return sum(work.us for work in self.works)
+
+
+@dataclass(eq=False)
+class Site:
+    """Calls that are alike: same op or module, direction, problem and implementation."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    @property
+    def first(self) -> AttentionCall:
+        """One of its calls, for what is the same in all."""
+        return self.calls[0]
+
+    @property
+    def us(self) -> float:
+        """Time of all calls together."""
+        return sum(call.us for call in self.calls)
+
+    @property
+    def works(self) -> list[Work]:
+        """What worked in all calls."""
+        return [work for call in self.calls for work in call.works]
+
+    @property
+    def kernels_per_call(self) -> float:
+        """Kernels and copies of a call; fills are left out, since cuBLAS and cuDNN add them."""
+        return sum(work.role != "fill" for work in self.works) / len(self.calls)
+
+
+def find_sites(sequences: Iterable[Sequence]) -> list[Site]:
+    """Every attention call site of the trace, the one that takes longest first. Marks the works it takes."""
+    sites: dict[tuple[object, ...], Site] = {}
+    for sequence in sequences:
+        for call in _calls(sequence):
+            for work in call.works:
+                work.in_attention = True
+            key = (call.name, call.module, call.direction, call.implementation, call.problem, call.inferred)
+            sites.setdefault(key, Site()).calls.append(call)
+    return sorted(sites.values(), key=lambda site: -site.us)
+
+
+def _calls(sequence: Sequence) -> list[AttentionCall]:
+    by_op: dict[int, list[Work]] = {}
+    tops: dict[int, Op] = {}
+    memo: dict[int, Op | None] = {}
+    rest: Sequence = []
+    for work in sequence:
+        top = None
+        if work.ops and not work.replayed:
+            innermost = id(work.ops[0])
+            if innermost not in memo:
+                memo[innermost] = _attention_op(work)
+            top = memo[innermost]
+        if top is not None and top.name != FAST_PATH:
+            by_op.setdefault(id(top), []).append(work)
+            tops[id(top)] = top
+        else:
+            rest.append(work)
+    calls = [_call_of_op(tops[key], works) for key, works in by_op.items()]
+    calls += _calls_by_kernel(rest)
+    taken = {id(work) for call in calls for work in call.works}
+    return calls + _unfused_calls([work for work in rest if id(work) not in taken])
+
+
+def _attention_op(work: Work) -> Op | None:
+    """The outermost op around it that is attention."""
+    found = None
+    for op in work.ops:
+        if ATTENTION_OP.search(op.name) and NOT_ATTENTION_OP not in op.name:
+            found = op
+    return found
+
+
+def _call_of_op(op: Op, works: list[Work]) -> AttentionCall:
+    chain = dict.fromkeys(one for work in works for one in work.ops if ATTENTION_OP.search(one.name))
+    problem = next((p for p in (problem_of(one) for one in (op, *chain)) if p is not None), Problem())
+    backward = "ackward" in op.name or any(work.role == FUSED_BACKWARD for work in works)
+    return AttentionCall(
+        "op", op.name, "backward" if backward else "forward", _implementation([one.name for one in chain], works),
+        works, problem, works[0].module, op=op,
+    )  # fmt: skip
+
+
+def _implementation(names: list[str], works: list[Work]) -> str:
+    own = next((said for part, said in OWN_NAMES if any(part in name for name in names)), None)
+    family = next((w.meaning.family for w in works if w.role in (FUSED, FUSED_BACKWARD) and w.meaning.family), None)
+    if own and family == "aotriton":
+        return f"{own} (AOTriton)"
+    return own or family or "fused, kernel not recognised"
+
+
+def _calls_by_kernel(works: Sequence) -> list[AttentionCall]:
+    """Fused kernels that no attention op launched: by name alone. A name that comes again begins the next call."""
+    calls: list[AttentionCall] = []
+    for work in works:
+        if work.role not in (FUSED, FUSED_BACKWARD) or work.inside(FAST_PATH):
+            continue
+        direction = "backward" if work.role == FUSED_BACKWARD else "forward"
+        last = calls[-1] if calls else None
+        family = work.meaning.family or "fused attention"
+        if last and (last.direction, last.implementation) == (direction, family) and _continues(last, work):
+            last.works.append(work)
+            continue
+        if work.attributed:
+            name = work.ops[0].name
+        elif work.replayed:
+            name = "in a replayed graph"
+        elif work.event is not None and work.event.launch is None:
+            name = "launched before the trace"
+        else:
+            name = "no op recorded"
+        calls.append(AttentionCall("kernel", name, direction, family, [work], Problem(), work.module, inferred=True))
+    return calls
+
+
+def _continues(last: AttentionCall, work: Work) -> bool:
+    """A fused forward ends with a combining kernel; a backward has helpers before and after its main kernel."""
+    before = last.works[-1]
+    if any(work.name == one.name for one in last.works):
+        return False
+    if before.ops[:1] != work.ops[:1]:
+        return False
+    return last.direction == "backward" or "combine" in work.name.lower()
+
+
+# --- product, softmax, product ---------------------------------------------------------------------------------------
+
+
+def _unfused_calls(sequence: Sequence) -> list[AttentionCall]:
+    calls: list[AttentionCall] = []
+    end = 0  # calls do not overlap
+    for index, work in enumerate(sequence):
+        if index < end or work.role not in ("softmax", "softmax backward"):
+            continue
+        backward = work.role == "softmax backward"
+        shape = None if work.replayed else first_shape(_softmax_op(work))
+        first = _product(sequence, index, -1, shape, end, 2 if backward else 1)
+        last = _product(sequence, index, +1, shape, end, 2 if backward else 1)
+        if first is None or last is None:
+            continue
+        first, last = _widened(sequence, first, last, end)
+        end = last + 1
+        calls.append(_unfused(sequence[first:end], work, shape, sequence[first:index], backward))
+    return calls
+
+
+def _softmax_op(work: Work) -> Op | None:
+    return next((op for op in work.ops if op.name.startswith(("aten::_softmax", "aten::softmax"))), None)
+
+
+def _product(
+    sequence: Sequence, index: int, step: int, shape: list[int] | None, least: int, wanted: int
+) -> int | None:
+    """The farthest of the ``wanted`` nearest batched products on one side of a softmax whose sizes fit; or None."""
+    found, best = 0, None
+    position = index + step
+    while least <= position < len(sequence) and abs(position - index) <= REACH:
+        work = sequence[position]
+        if work.role.startswith("softmax") or work.in_attention:
+            break
+        if work.role == "matmul":
+            fits = _fits(work, shape, after=step > 0)
+            if fits:
+                best, found = position, found + 1
+                if found == wanted:
+                    break
+            elif not _is_batched(work):
+                break  # a Linear in between: this softmax is not between two products of one attention
+            elif wanted == 1 and step > 0:
+                break
+        position += step
+    return best
+
+
+def _is_batched(work: Work) -> bool:
+    if not work.ops or work.replayed:
+        return True
+    return any(op.name in BATCHED_OPS for op in work.ops)
+
+
+def _fits(work: Work, shape: list[int] | None, *, after: bool) -> bool:
+    """Whether a product makes, or takes, a matrix of the softmax's size."""
+    if work.replayed or not work.ops:
+        return shape is None
+    op = next((one for one in work.ops if one.name in BATCHED_OPS), None)
+    if op is None:
+        return False
+    sizes = product_sizes(op)
+    if sizes is None or shape is None:
+        return True
+    n, rows, inner, columns = sizes
+    keys, total = shape[-1], count(shape)
+    makes = n * rows * columns == total and keys in (rows, columns)
+    takes = n * rows * inner == total and keys in (rows, inner)
+    takes_second = n * inner * columns == total and keys in (inner, columns)
+    return (takes or takes_second or makes) if after else (makes or takes or takes_second)
+
+
+def _outer(work: Work) -> Op | None:
+    """The outermost op around it that only wraps a product."""
+    return next((op for op in reversed(work.ops) if op.name in WRAPPERS), None) if not work.replayed else None
+
+
+def _widened(sequence: Sequence, first: int, last: int, least: int) -> tuple[int, int]:
+    """With what the same matmul or einsum does around its product: casts, copies."""
+    outer = _outer(sequence[first])
+    while outer is not None and first > least and outer in sequence[first - 1].ops:
+        first -= 1
+    outer = _outer(sequence[last])
+    while outer is not None and last + 1 < len(sequence) and outer in sequence[last + 1].ops:
+        last += 1
+    return first, last
+
+
+def _unfused(
+    works: list[Work], softmax: Work, shape: list[int] | None, before: list[Work], backward: bool
+) -> AttentionCall:
+    products = [work for work in works if work.role == "matmul"]
+    replayed = softmax.replayed or not softmax.ops
+    compiled = softmax.name.startswith("triton_")
+    name = "product, softmax, product"
+    implementation = "unfused"
+    if any(work.inside(FAST_PATH) for work in works):
+        name, implementation = FAST_PATH, "MultiheadAttention fast path, unfused"
+    elif compiled:
+        implementation = "unfused, compiled"
+    elif not replayed:
+        names = (next((o.name for o in reversed(w.ops) if o.name in MATMUL_OPS), "aten::bmm") for w in products)
+        spelled = [one.removeprefix("aten::") for one in names]
+        name = f"{spelled[0]}, softmax, {spelled[-1]}"
+    problem = Problem() if replayed else _unfused_problem(before, products, shape, softmax, backward)
+    return AttentionCall(
+        "unfused", name, "backward" if backward else "forward", implementation, works, problem, softmax.module,
+        inferred=replayed or shape is None,
+    )  # fmt: skip
+
+
+def _unfused_problem(
+    before: list[Work], products: list[Work], shape: list[int] | None, softmax: Work, backward: bool
+) -> Problem:
+    op = next((o for w in before if w.role == "matmul" for o in w.ops if o.name in BATCHED_OPS), None)
+    last = next((o for w in reversed(products) for o in w.ops if o.name in BATCHED_OPS), None)
+    sizes = product_sizes(op) if op is not None else None
+    dtype = next(iter(tensor_dtypes(op)), None)
+    if sizes is None or shape is None or backward:
+        known = Problem(dtype=dtype)
+        if shape is not None and len(shape) >= 3 and sizes is not None:
+            n, rows, inner, columns = sizes
+            B, H = _batch_and_heads(shape, count(shape) // max(shape[-1] * shape[-2], 1))
+            sides = {rows, inner, columns} - {shape[-1], shape[-2]}
+            if len(sides) == 1:
+                known = Problem(B, H, H, shape[-2], shape[-1], *(2 * tuple(sides)), dtype=dtype)
+        return known
+    n, rows, inner, columns = sizes
+    B, H = _batch_and_heads(shape, n)
+    value_sizes = product_sizes(last) if last is not None else None
+    problem = Problem(B, H, H, rows, columns, inner, value_sizes[3] if value_sizes else None, dtype=dtype)
+    return replace(problem, L=columns, S=rows) if shape[-1] == rows != columns else problem
+
+
+def _batch_and_heads(shape: list[int], n: int) -> tuple[int, int]:
+    """Batch and heads, where the softmax keeps them apart; else all in the batch."""
+    if len(shape) == 4 and shape[0] * shape[1] == n:
+        return shape[0], shape[1]
+    return n, 1

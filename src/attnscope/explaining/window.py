@@ -1,0 +1,152 @@
+"""Stage 6: what was profiled: card, span, GPU time as a union and as a sum, and what the trace lacks.
+
+Reads a Trace and its work, writes Window. Pure; imports neither torch nor an implementation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from attnscope.explaining.explanation import Window
+from attnscope.explaining.works import Sequence
+from attnscope.trace.events import STEP_NAME, DeviceEvent, Trace
+
+KERNEL_LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch|aunchKernel")
+VERSIONS = (
+    ("torch_version", "torch"), ("pytorch_version", "torch"), ("PYTORCH_VERSION", "torch"),
+    ("cuda_runtime_version", "CUDA runtime"), ("cuda_driver_version", "CUDA driver"),
+    ("hip_runtime_version", "HIP runtime"), ("roctracer_version", "roctracer"),
+    ("rocprofiler-sdk_version", "rocprofiler-sdk"),
+)  # fmt: skip
+
+
+def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
+    """The trace's figures. The works must have been marked by ``find_sites``."""
+    works = [work for sequence in sequences for work in sequence]
+    on_gpu = bool(trace.device_events)
+    total = sum(work.duration_ns for work in works)
+    attention = [work for work in works if work.in_attention]
+    unattributed = [work for work in works if not work.in_attention and not work.attributed]
+    kinds = [event.kind for event in trace.device_events]
+    return Window(
+        card=card_name(trace),
+        versions=_versions(trace),
+        span_us=_span_ns(trace) / 1e3,
+        busy_us=busy_ns(trace.device_events) / 1e3 if on_gpu else total / 1e3,
+        sum_us=total / 1e3,
+        on_gpu=on_gpu,
+        kernels=kinds.count("kernel"),
+        copies=kinds.count("memcpy"),
+        fills=kinds.count("memset"),
+        launches=sum(bool(KERNEL_LAUNCH.search(call.name)) for call in trace.runtime_calls),
+        ops=sum(not op.is_annotation for op in trace.ops),
+        steps=sum(op.name.startswith(STEP_NAME) for op in trace.ops),
+        attention_us=sum(work.us for work in attention),
+        inferred_us=sum(work.us for work in attention if not work.attributed),
+        unattributed_us=sum(work.us for work in unattributed),
+        lost=_lost(trace),
+    )
+
+
+def card_name(trace: Trace) -> str | None:
+    """The card of the first device that worked, or of the first listed."""
+    index = next((event.device for event in trace.device_events if event.device is not None), None)
+    device = next((d for d in trace.devices if d.id == index), None) or next(iter(trace.devices), None)
+    if device is None:
+        return None
+    if device.name:
+        return device.name
+    parts = [f"capability {device.compute_major}.{device.compute_minor}"] if device.compute_major else []
+    parts += [f"{device.num_sms} multiprocessors"] if device.num_sms else []
+    return f"unnamed card ({', '.join(parts)})" if parts else "unnamed card"
+
+
+def busy_ns(events: Iterable[DeviceEvent]) -> int:
+    """Time in which at least one device event ran, summed over devices."""
+    by_device: dict[int | None, list[tuple[int, int]]] = {}
+    for event in events:
+        by_device.setdefault(event.device, []).append((event.start_ns, event.end_ns))
+    busy = 0
+    for intervals in by_device.values():
+        intervals.sort()
+        reached = intervals[0][0]
+        for start, end in intervals:
+            if end > reached:
+                busy += end - max(start, reached)
+                reached = end
+    return busy
+
+
+def launched_before(trace: Trace) -> list[DeviceEvent]:
+    """Device events without a launch in the trace."""
+    return [event for event in trace.device_events if event.launch is None]
+
+
+def lost_launches(trace: Trace) -> int:
+    """Launches of kernels that no kernel answers."""
+    answered = {event.correlation for event in trace.device_events}
+    return sum(
+        1
+        for call in trace.runtime_calls
+        if call.correlation and call.correlation not in answered and KERNEL_LAUNCH.search(call.name)
+    )
+
+
+def captures(trace: Trace) -> int:
+    """Graph captures that began in the trace: what is launched then does not run."""
+    return sum("StreamBeginCapture" in call.name for call in trace.runtime_calls)
+
+
+def graph_launches(trace: Trace) -> int:
+    """Replays of CUDA or HIP graphs."""
+    return sum("raphLaunch" in call.name for call in trace.runtime_calls)
+
+
+def _span_ns(trace: Trace) -> int:
+    start, end = None, 0
+    for events in (trace.ops, trace.runtime_calls, trace.device_events):
+        if events:
+            start = events[0].start_ns if start is None else min(start, events[0].start_ns)
+            end = max(end, max(event.end_ns for event in events))
+    return end - (start or 0)
+
+
+def _versions(trace: Trace) -> tuple[str, ...]:
+    found = [f"{shown} {_version(key, trace.meta[key])}" for key, shown in VERSIONS if key in trace.meta]
+    return tuple(dict.fromkeys(found))
+
+
+def _version(key: str, value: str | int | float) -> str:
+    """CUDA writes 12.4 as 12040."""
+    if key.startswith("cuda_") and str(value).isdigit():
+        return f"{int(value) // 1000}.{int(value) % 1000 // 10}"
+    return str(value)[:40]
+
+
+def _lost(trace: Trace) -> tuple[str, ...]:
+    said = []
+    orphans = launched_before(trace)
+    if orphans:
+        time = sum(event.duration_ns for event in orphans) / 1e6
+        said.append(
+            f"{len(orphans):,} of {len(trace.device_events):,} device events have no launch in the trace: they were "
+            f"launched before it began ({time:,.3g} ms)"
+        )
+    lost, captured = lost_launches(trace), captures(trace)
+    if captured:
+        said.append(f"{captured} graph captures began in the trace: what was launched then was recorded, not run")
+    elif lost:
+        said.append(f"{lost:,} kernel launches have no kernel in the trace: GPU records were lost or came too late")
+    graphs = graph_launches(trace)
+    if graphs:
+        replayed = sum(event.replayed for event in trace.device_events)
+        said.append(f"{replayed:,} device events were replayed by {graphs} graph launches: which op each was for is lost")
+    if not trace.device_events and trace.runtime_calls:
+        said.append("the trace holds CUDA or HIP calls and no kernel: the GPU's records are missing, not idle")
+    if trace.device_events and not trace.ops:
+        said.append("the trace holds no CPU op: GPU work cannot be attributed")
+    if trace.ops and trace.device_events and not any(op.shapes is not None for op in trace.ops[:2000]):
+        said.append("the trace holds no shapes (record_shapes=True records them): no TFLOP/s")
+    said += [one for one in trace.problems if "were launched before the trace" not in one]
+    return tuple(said)

@@ -1,0 +1,160 @@
+"""Stage 6: everything that worked in a trace, in order, each with its role: on a GPU device events, on a CPU ops.
+
+Reads a Trace, writes Work lists. Imports neither torch nor an implementation. A sequence holds what one host thread
+launched, in the order of the launches; a replayed graph is a sequence of its own, and so is each stream's work whose
+launch the trace lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from attnscope.explaining.call import Seen, cpu_seen
+from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
+from attnscope.trace.events import DeviceEvent, Op, Step, Trace
+from attnscope.trace.names import UNKNOWN, Meaning, explain_name
+
+MOST_NAMES = 20_000  # of kernels that are looked at; a trace has some hundred
+NOT_LOOKED_AT = Meaning(None, None, None, None, None, UNKNOWN, "the trace holds too many names to look at each")
+MATMUL_OPS = frozenset(
+    "aten::" + name
+    for name in ("bmm", "baddbmm", "mm", "addmm", "matmul", "einsum", "linear", "_scaled_mm", "bmm_out", "baddbmm_")
+)
+BATCHED_OPS = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))
+# What the innermost op does, where the kernel's name says nothing better.
+OP_ROLES = {
+    "aten::_softmax": "softmax",
+    "aten::_softmax_backward_data": "softmax backward",
+    "aten::_log_softmax": "log softmax",
+    "aten::_log_softmax_backward_data": "log softmax",
+    "aten::copy_": "copy",
+    "aten::clone": "copy",
+    "aten::cat": "copy",
+    "aten::masked_fill_": "mask",
+    "aten::masked_fill": "mask",
+    "aten::native_dropout": "dropout",
+    "aten::bernoulli_": "dropout",
+    "aten::tril": "mask building",
+    "aten::triu": "mask building",
+} | dict.fromkeys(sorted(MATMUL_OPS), "matmul")
+KEPT_IN_MATMUL = frozenset(("fill", "copy", "reduction", "layout copy"))
+LOG_SOFTMAX = re.compile(r"LogSoft[mM]ax|log_softmax")
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One thing that worked. ``ops`` are the ops around it, innermost first, without annotations."""
+
+    name: str
+    role: str
+    start_ns: int
+    duration_ns: int
+    ops: tuple[Op, ...]
+    meaning: Meaning
+    event: DeviceEvent | None
+    module: str | None
+    replayed: bool = False
+    in_attention: bool = False
+
+    @property
+    def us(self) -> float:
+        """How long it worked."""
+        return self.duration_ns / 1e3
+
+    @property
+    def op(self) -> Op | None:
+        """The innermost op around it."""
+        return self.ops[0] if self.ops else None
+
+    @property
+    def attributed(self) -> bool:
+        """Whether the trace says what it was for: which op launched it, not by way of a graph."""
+        return bool(self.ops) and not self.replayed
+
+    def inside(self, *names: str) -> bool:
+        """Whether an op of one of these names is around it."""
+        return any(op.name in names for op in self.ops)
+
+
+Sequence = list[Work]
+
+
+def all_work(trace: Trace) -> list[Sequence]:
+    """The trace's work, one list for each thread, graph launch, or stream without launches."""
+    return _device_work(trace) if trace.device_events else _cpu_work(trace)
+
+
+def _device_work(trace: Trace) -> list[Sequence]:
+    meanings: dict[str, Meaning] = {}
+    around: dict[int, tuple[tuple[Op, ...], str | None]] = {}
+    sequences: dict[tuple[object, ...], list[tuple[int, Work]]] = {}
+    for event in trace.device_events:
+        meaning = meanings.get(event.name)
+        if meaning is None:
+            meaning = explain_name(event.name) if len(meanings) < MOST_NAMES else NOT_LOOKED_AT
+            if len(meanings) < MOST_NAMES:
+                meanings[event.name] = meaning
+        op = event.op
+        ops, module = ((), None) if op is None else around.get(id(op)) or around.setdefault(id(op), _around(op))
+        replayed = event.replayed
+        role = role_of(event, meaning, () if replayed else ops)
+        work = Work(event.name, role, event.start_ns, event.duration_ns, ops, meaning, event, module, replayed)
+        launch = event.launch
+        if replayed:
+            key: tuple[object, ...] = ("graph", event.correlation, event.graph_id)
+            order = event.start_ns
+        elif launch is None:
+            key, order = ("stream", event.device, event.stream), event.start_ns
+        else:
+            key, order = ("thread", launch.thread), launch.start_ns
+        sequences.setdefault(key, []).append((order, work))
+    for sequence in sequences.values():
+        sequence.sort(key=lambda pair: pair[0])
+    return [[work for _, work in sequence] for sequence in sequences.values()]
+
+
+def role_of(event: DeviceEvent, meaning: Meaning, ops: tuple[Op, ...]) -> str:
+    """What a device event did, by its name and the op that launched it."""
+    role = meaning.role or UNKNOWN
+    if event.kind == "memset":
+        return "fill"
+    if event.kind == "memcpy":
+        return "copy"
+    if role in (FUSED, FUSED_BACKWARD):
+        return role
+    if role.startswith("softmax") and LOG_SOFTMAX.search(event.name):
+        return "log softmax"
+    by_op = OP_ROLES.get(ops[0].name) if ops else None
+    if by_op is None or (by_op == "matmul" and role in KEPT_IN_MATMUL):
+        return role
+    return by_op
+
+
+def _around(op: Op) -> tuple[tuple[Op, ...], str | None]:
+    chain = tuple(op.ancestors())
+    modules = [re.sub(r"_\d+$", "", one.name) for one in chain if one.is_module]
+    path = ".".join(list(dict.fromkeys(reversed(modules)))[-3:]) or None
+    return tuple(one for one in chain if not one.is_annotation), path
+
+
+def _cpu_work(trace: Trace) -> list[Sequence]:
+    if not trace.ops:
+        return []
+    end = max(op.end_ns for op in trace.ops)
+    seen = cpu_seen(Step("trace", 0, end, trace.ops, []), "forward")
+    sequences: dict[tuple[str, str], Sequence] = {}
+    for one in seen:
+        sequences.setdefault(one.ops[0].thread, []).append(_from_seen(one))
+    return list(sequences.values())
+
+
+def _from_seen(seen: Seen) -> Work:
+    innermost = seen.ops[0]
+    ops, module = _around(innermost)
+    role = OP_ROLES.get(innermost.name, UNKNOWN)
+    if "attention" in innermost.name:
+        role = FUSED_BACKWARD if "backward" in innermost.name else FUSED
+    meaning = Meaning("ATen on the CPU", role, seen.event.dtype, None, None, UNKNOWN, "")
+    nanoseconds = round(seen.event.duration_us * 1e3)
+    return Work(innermost.name, role, innermost.start_ns, nanoseconds, ops, meaning, None, module)

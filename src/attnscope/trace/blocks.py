@@ -1,0 +1,100 @@
+"""Stage 6: a trace file as blocks of bytes, unpacked where it is gzipped, within bounds.
+
+Reads a file, writes bytes. Imports neither torch nor an implementation.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from attnscope.errors import TraceError
+
+GZIP_MAGIC = b"\x1f\x8b"
+BLOCK_BYTES = 8 << 20
+PACKED_BLOCK_BYTES = 1 << 20
+# Traces pack to a tenth or a thirtieth; what unpacks to more than this many times its size is not one.
+MOST_RATIO = 400
+RATIO_COUNTS_FROM_BYTES = 64 << 20
+# How files of other kinds begin -> what they are.
+KINDS = (
+    (b"SQLite format 3\x00", "an SQLite database (Nsight Systems exports those)"),
+    (b"PK\x03\x04", "a zip archive"),
+    (b"\x80\x02", "a Python pickle (torch's memory snapshots are)"),
+    (b"\x80\x04", "a Python pickle (torch's memory snapshots are)"),
+    (b"\x80\x05", "a Python pickle (torch's memory snapshots are)"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive"),
+    (b"\x7fELF", "an executable"),
+    (b"<", "HTML or XML"),
+)
+
+
+class Blocks:
+    """The unpacked blocks of a file, once. ``damage`` says afterwards what was wrong with the packing, if anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damage: str | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                magic = file.read(16)
+                file.seek(0)
+                if magic[:2] == GZIP_MAGIC:
+                    yield from self._inflated(file)
+                    return
+                while block := file.read(BLOCK_BYTES):
+                    yield block
+        except OSError as error:
+            raise TraceError(f"cannot read trace {self.path}: {error.strerror or error}") from None
+
+    def _inflated(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Every member of the archive, a block at a time; what is whole before a damage is still given."""
+        packed, unpacked, data = 0, 0, b""
+        member = zlib.decompressobj(31)
+        while True:
+            if not data:
+                data = file.read(PACKED_BLOCK_BYTES)
+                packed += len(data)
+            if not data:
+                if not member.eof and (unpacked or packed):
+                    self.damage = "it ends too early"
+                return
+            try:
+                block = member.decompress(data, BLOCK_BYTES)
+            except zlib.error as error:
+                self.damage = str(error)
+                return
+            unpacked += len(block)
+            if unpacked > RATIO_COUNTS_FROM_BYTES and unpacked > MOST_RATIO * packed:
+                raise TraceError(
+                    f"{self.path} must unpack to a trace, and unpacks to more than {MOST_RATIO} times its size\n"
+                    "hint: such a file is made to fill memory; record the trace again"
+                )
+            if block:
+                yield block
+            data = member.unconsumed_tail
+            if member.eof:
+                data = member.unused_data
+                if not data.rstrip(b"\x00"):
+                    data = file.read(PACKED_BLOCK_BYTES).rstrip(b"\x00")
+                    packed += len(data)
+                if not data:
+                    return
+                member = zlib.decompressobj(31)
+
+
+def slices(data: bytes) -> Iterator[bytes]:
+    """A document in memory as blocks."""
+    for start in range(0, len(data), BLOCK_BYTES):
+        yield data[start : start + BLOCK_BYTES]
+
+
+def kind_of(start: bytes) -> str | None:
+    """What a file that begins like this is, where it is none of JSON."""
+    if start[:1] == b"\x0a" and b"{" not in start[:4] and b"[" not in start[:4]:
+        return "a Perfetto trace (.pftrace); export_chrome_trace writes the JSON that is read here"
+    return next((kind for magic, kind in KINDS if start.startswith(magic)), None)
