@@ -95,7 +95,7 @@ class PreparedTiled:
         if inputs.mask is not None:
             visible = visible & self.hook("mask", inputs.mask)
         self.visible = self.hook("visible", visible.clone())
-        self.added = torch.zeros(1, 1, 1, 1)
+        self.added = self.q.new_zeros(1, 1, 1, 1)
         if inputs.bias is not None:
             self.added = self.added + self.hook("bias", inputs.bias.float())
         if inputs.alibi_slopes is not None:

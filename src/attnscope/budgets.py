@@ -258,8 +258,7 @@ class ErrorModel(Work):
         delta += (2 * r.arithmetic * c.row_scale).square()
         pair = c.grad_s.square() * (spread + r.arithmetic**2 * max(p.shape[-2:]) / 6)
         pair += p.square() * (r.arithmetic**2 * self.w.D_v / 3 * reach.square() + r.scores**2 * grad_p.square())
-        if r.scores:  # P is read again as it was rounded
-            pair += r.stored(p) * (grad_p - c.delta).square()
+        pair += r.stored(p) * (grad_p - c.delta).square()  # P may be read again as it was rounded for dV
         if r.operand:
             pair += p.square() * 2 * r.operand**2 * (grad.square() @ v[:, None].square().transpose(-1, -2))
         self._add_bias(self.variance.get("dbias"), *self._bias_variance(c, pair, delta, common), rows, columns)
@@ -273,8 +272,8 @@ class ErrorModel(Work):
         if c.cap is not None:  # 1 - tanh^2 cancels where tanh is near 1
             pair += (self.cap_error * c.grad_s).square()
             self.cap_squares += torch.stack([c.grad_s.square().sum(), raw.square().sum()])
-        if r.scores and self.w.effective_scale:
-            pair = pair + r.stored(raw, unit=abs(self.w.effective_scale))  # dS * scale
+        if self.w.effective_scale:  # dS * scale may be what is stored
+            pair = pair + r.stored(raw, unit=abs(self.w.effective_scale))
         mean_key = (p * cap) @ k[:, None]
         dq = self._whole("dq", rows)
         in_tiles = pair + key_tiles * r.stored(raw)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnscope.explain_cli import explain
 from attnscope.ladder_cli import ladder
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ app = typer.Typer(
 records_app = typer.Typer(help="Keep the records of runs.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(records_app, name="records")
 app.command()(ladder)
+app.command()(explain)
 
 Workloads = Annotated[
     list[str] | None,

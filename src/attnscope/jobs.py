@@ -111,7 +111,7 @@ def check(ask: Ask, name: str, directions: tuple[str, ...], *, report: Report) -
         directions=directions,
         quick=ask.quick,
         prepared=prepared,
-        cache=_cache(ask),
+        cache=_state.setdefault("cache", ReferenceCache()),
     )
     kernels = {direction: kernel_names(prepared, inputs, direction) for direction in directions}
     seen = kernels.get("forward") or next(iter(kernels.values()), ())
@@ -166,7 +166,7 @@ def measure(
 def profile(ask: Ask, name: str, direction: str, path: str, active: int, compile_: bool, *, report: Report) -> None:
     """Write the Chrome trace of a few calls to ``path``."""
     report(("profile", name))
-    prepared = _find(ask, name).prepare(ask.workload, ask.device)
+    prepared = _prepared(ask, name)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     label = f"attnscope/{name}/{direction}"
     profile_call(prepared, _inputs(ask), direction, label=label, trace_path=Path(path), active=active, compile=compile_)
@@ -189,22 +189,23 @@ def _forget() -> None:
 def _inputs(ask: Ask) -> Inputs:
     key = (ask.workload, ask.device, ask.seed)
     if _state.get("inputs_key") != key:
-        for stale in ("inputs", "rotation", "rotation_key"):
-            _state.pop(stale, None)
+        _forget()
         _state.update(inputs=make_inputs(ask.workload, ask.device, ask.seed), inputs_key=key)
     return _state["inputs"]
-
-
-def _cache(ask: Ask) -> ReferenceCache:
-    if "cache" not in _state:
-        _state["cache"] = ReferenceCache()
-    del ask
-    return _state["cache"]
 
 
 def _find(ask: Ask, name: str) -> Implementation:
     reference = ask.references[name]
     return registry.find(name) if reference is None else registry.load_reference(reference)
+
+
+def _prepared(ask: Ask, name: str) -> Prepared:
+    """Prepared once for both directions and the profile: compiling again would cost seconds and change nothing."""
+    _inputs(ask)  # first, since a new workload's inputs drop what was prepared for the last one
+    held: dict[str, Prepared] = _state.setdefault("prepared", {})
+    if name not in held:
+        held[name] = _find(ask, name).prepare(ask.workload, ask.device)
+    return held[name]
 
 
 def _reasons(implementation: Implementation, ask: Ask) -> dict[str, list[str]]:
@@ -246,8 +247,7 @@ def direction_call(prepared: Prepared, inputs: Inputs, direction: str) -> Callab
 def _contestant(
     ask: Ask, name: str, direction: str, inputs: Inputs, prepare_s: float | None, first_call_ms: float | None
 ) -> Contestant:
-    implementation = _find(ask, name)
-    prepared = implementation.prepare(ask.workload, ask.device)
+    implementation, prepared = _find(ask, name), _prepared(ask, name)
     return Contestant(
         name=name,
         call=direction_call(prepared, inputs, direction),

@@ -1,7 +1,8 @@
-"""Stage 6, explaining: pure functions from a trace's events to a Profile, its kernels and its findings.
+"""Stage 6, explaining: pure functions from a trace's events to what they say.
 
-Reads a Trace and a Workload, writes Profile, KernelEvent and Finding records. Imports neither torch nor an
-implementation.
+``explain_profile`` explains one profiled call of ours: reads a Trace and a Workload, writes Profile, KernelEvent and
+Finding records. ``explain_trace`` explains a whole trace, whoever recorded it: writes an Explanation. Imports
+neither torch nor an implementation.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from attnscope.explaining.call import find_call
 from attnscope.explaining.expected import expected_sentences, expected_steps, surprises
 from attnscope.explaining.figures import make_profile
 from attnscope.explaining.rules import find_all
+from attnscope.explaining.whole import compare_traces, explain_trace
 from attnscope.records import Finding, KernelEvent, Profile
 from attnscope.trace.events import Trace
 from attnscope.workload import Workload
 
-__all__ = ["explain_profile"]
+__all__ = ["compare_traces", "explain_profile", "explain_trace"]
 
 
 def explain_profile(

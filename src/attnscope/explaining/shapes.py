@@ -93,7 +93,7 @@ class Problem:
     def __str__(self) -> str:
         """The workload spelling, as far as it is known; ? for what is not."""
         if not self.shaped:
-            return "shapes not recorded"
+            return UNSHAPED
         heads = f"H{self.H}/{self.H_kv}" if self.H_kv not in (None, self.H) else f"H{self.H}"
         parts = [f"B{self.B}", heads, f"L{self.L}"]
         parts += [f"S{self.S}"] if self.S != self.L else []
@@ -106,6 +106,7 @@ class Problem:
         return ",".join(parts)
 
 
+UNSHAPED = "shapes not recorded"
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 

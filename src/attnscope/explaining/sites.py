@@ -7,6 +7,7 @@ product whose sizes fit each other (without sizes: with nothing but elementwise 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -121,15 +122,16 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
 
 def _attention_op(work: Work) -> Op | None:
     """The outermost op around it that is attention."""
-    found = None
-    for op in work.ops:
-        if ATTENTION_OP.search(op.name) and NOT_ATTENTION_OP not in op.name:
-            found = op
-    return found
+    return next((op for op in reversed(work.ops) if _names_attention(op.name)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_attention(name: str) -> bool:
+    return ATTENTION_OP.search(name) is not None and NOT_ATTENTION_OP not in name
 
 
 def _call_of_op(op: Op, works: list[Work]) -> AttentionCall:
-    chain = dict.fromkeys(one for work in works for one in work.ops if ATTENTION_OP.search(one.name))
+    chain = dict.fromkeys(one for work in works for one in work.ops if _names_attention(one.name))
     problem = next((p for p in (problem_of(one) for one in (op, *chain)) if p is not None), Problem())
     backward = "ackward" in op.name or any(work.role == FUSED_BACKWARD for work in works)
     return AttentionCall(
@@ -205,9 +207,7 @@ def _softmax_op(work: Work) -> Op | None:
     return next((op for op in work.ops if op.name.startswith(("aten::_softmax", "aten::softmax"))), None)
 
 
-def _product(
-    sequence: Sequence, index: int, step: int, shape: list[int] | None, least: int, wanted: int
-) -> int | None:
+def _product(sequence: Sequence, index: int, step: int, shape: list[int] | None, least: int, wanted: int) -> int | None:
     """The farthest of the ``wanted`` nearest batched products on one side of a softmax whose sizes fit; or None."""
     found, best = 0, None
     position = index + step
@@ -306,7 +306,8 @@ def _unfused_problem(
             B, H = _batch_and_heads(shape, count(shape) // max(shape[-1] * shape[-2], 1))
             sides = {rows, inner, columns} - {shape[-1], shape[-2]}
             if len(sides) == 1:
-                known = Problem(B, H, H, shape[-2], shape[-1], *(2 * tuple(sides)), dtype=dtype)
+                head_dim = sides.pop()
+                known = Problem(B, H, H, shape[-2], shape[-1], head_dim, head_dim, dtype)
         return known
     n, rows, inner, columns = sizes
     B, H = _batch_and_heads(shape, n)

@@ -5,10 +5,11 @@ Reads a Trace, writes an Explanation. Imports neither torch nor an implementatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attnscope.explaining.explanation import CallSite, Difference, Explanation, SiteChange
 from attnscope.explaining.peaks import Peaks, find_peaks
+from attnscope.explaining.shapes import UNSHAPED
 from attnscope.explaining.sites import Site, find_sites
 from attnscope.explaining.trace_rules import TraceFacts, find_in_trace
 from attnscope.explaining.window import card_name, make_window
@@ -91,15 +92,16 @@ def compare_traces(before: Explanation, after: Explanation) -> Difference:
 
 def _match(site: CallSite, others: Sequence[CallSite]) -> CallSite | None:
     """The same place, or the same problem: what ran there may have changed, so its name says nothing."""
-    same = [one for one in others if one.direction == site.direction]
-    size = site.problem.split(",causal")[0].split(",mask")[0]
-    for agrees in (
-        lambda one: one.module == site.module and one.problem == site.problem,
-        lambda one: one.problem.split(",causal")[0].split(",mask")[0] == size and size != "shapes not recorded",
+    agreements: tuple[Callable[[CallSite], bool], ...] = (
+        lambda one: (one.module, one.problem) == (site.module, site.problem),
+        lambda one: _sizes(one) is not None and _sizes(one) == _sizes(site),
         lambda one: one.module is not None and one.module == site.module,
         lambda one: (one.name, one.implementation, one.problem) == (site.name, site.implementation, site.problem),
-    ):
-        found = next((one for one in same if agrees(one)), None)
-        if found is not None:
-            return found
-    return None
+    )
+    same = [one for one in others if one.direction == site.direction]
+    return next((one for agrees in agreements for one in same if agrees(one)), None)
+
+
+def _sizes(site: CallSite) -> str | None:
+    """The problem without its mask: SDPA knows of one what unfused code does not show."""
+    return site.problem.split(",causal")[0].split(",mask")[0] if site.problem != UNSHAPED else None

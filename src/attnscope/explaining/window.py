@@ -66,7 +66,7 @@ def busy_ns(events: Iterable[DeviceEvent]) -> int:
     """Time in which at least one device event ran, summed over devices."""
     by_device: dict[int | None, list[tuple[int, int]]] = {}
     for event in events:
-        by_device.setdefault(event.device, []).append((event.start_ns, event.end_ns))
+        by_device.setdefault(event.device, []).append((event.start_ns, event.start_ns + event.duration_ns))
     busy = 0
     for intervals in by_device.values():
         intervals.sort()
@@ -108,7 +108,7 @@ def _span_ns(trace: Trace) -> int:
     for events in (trace.ops, trace.runtime_calls, trace.device_events):
         if events:
             start = events[0].start_ns if start is None else min(start, events[0].start_ns)
-            end = max(end, max(event.end_ns for event in events))
+            end = max(end, max(event.start_ns + event.duration_ns for event in events))
     return end - (start or 0)
 
 
@@ -118,7 +118,10 @@ def _versions(trace: Trace) -> tuple[str, ...]:
 
 
 def _version(key: str, value: str | int | float) -> str:
-    """CUDA writes 12.4 as 12040."""
+    """CUDA writes 12.4 as 12040, HIP 6.4.43483 as 60443483."""
+    if key.startswith("hip_") and str(value).isdigit():
+        number = int(value)
+        return f"{number // 10**7}.{number // 10**5 % 100}.{number % 10**5}"
     if key.startswith("cuda_") and str(value).isdigit():
         return f"{int(value) // 1000}.{int(value) % 1000 // 10}"
     return str(value)[:40]
@@ -141,7 +144,9 @@ def _lost(trace: Trace) -> tuple[str, ...]:
     graphs = graph_launches(trace)
     if graphs:
         replayed = sum(event.replayed for event in trace.device_events)
-        said.append(f"{replayed:,} device events were replayed by {graphs} graph launches: which op each was for is lost")
+        said.append(
+            f"{replayed:,} device events were replayed by {graphs} graph launches: which op each was for is lost"
+        )
     if not trace.device_events and trace.runtime_calls:
         said.append("the trace holds CUDA or HIP calls and no kernel: the GPU's records are missing, not idle")
     if trace.device_events and not trace.ops:

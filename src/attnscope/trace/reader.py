@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ import msgspec
 from attnscope.errors import TraceError
 from attnscope.trace.blocks import Blocks, slices
 from attnscope.trace.container import Container, RawEvent
-from attnscope.trace.events import DeviceEvent, DeviceProperties, Interval, Op, RuntimeCall, Trace
+from attnscope.trace.events import DeviceEvent, DeviceProperties, Op, RuntimeCall, Trace, decode_args
 
+START = attrgetter("start_ns")
 MODULE = "nn.Module: "
 MOST_NAME = 4096
 MOST_DEPTH = 200  # of nesting; what is deeper belongs to the op at this depth
@@ -55,23 +58,24 @@ CATEGORIES = {
 
 
 class _CallArgs(msgspec.Struct, gc=False):
-    correlation: Any = None
+    correlation: int | None = None
 
 
 class _DeviceArgs(msgspec.Struct, gc=False):
-    correlation: Any = None
-    device: Any = None
-    stream: Any = None
-    grid: Any = None
-    block: Any = None
-    registers: Any = msgspec.field(default=None, name="registers per thread")
-    shared: Any = msgspec.field(default=None, name="shared memory")
-    occupancy: Any = msgspec.field(default=None, name="est. achieved occupancy %")
-    bytes: Any = None
-    graph_id: Any = msgspec.field(default=None, name="graph id")
-    copy_kind: Any = msgspec.field(default=None, name="copy kind")
-    src_kind: Any = msgspec.field(default=None, name="src kind")
-    dst_kind: Any = msgspec.field(default=None, name="dst kind")
+    """As writers mean them; args that are otherwise are read key by key."""
+
+    correlation: int | None = None
+    device: int | None = None
+    stream: int | None = None
+    grid: tuple[int, int, int] | None = None
+    block: tuple[int, int, int] | None = None
+    registers: int | None = msgspec.field(default=None, name="registers per thread")
+    shared: int | None = msgspec.field(default=None, name="shared memory")
+    occupancy: float | None = msgspec.field(default=None, name="est. achieved occupancy %")
+    bytes: int | None = None
+    graph_id: int | None = msgspec.field(default=None, name="graph id")
+    src_kind: str | None = msgspec.field(default=None, name="src kind")
+    dst_kind: str | None = msgspec.field(default=None, name="dst kind")
 
 
 _CALL_ARGS = msgspec.json.Decoder(_CallArgs)
@@ -119,8 +123,7 @@ def _assemble(container: Container) -> Trace:
     trace = Trace()
     collector = _Collector(trace)
     for batch in container.batches():
-        for event in batch:
-            collector.add(event)
+        collector.add(batch)
         batch.clear()
     if container.whole + container.damaged and not collector.kinds:
         raise TraceError(
@@ -133,14 +136,21 @@ def _assemble(container: Container) -> Trace:
     trace.meta = {k: v for k, v in container.meta.items() if isinstance(v, str | int | float) and k in KEPT_META}
     trace.has_environment = container.environment
     for events in (trace.ops, trace.runtime_calls, trace.device_events, trace.modules):
-        events.sort(key=_by_start)
-    _nest([*trace.ops, *trace.modules] if trace.modules else trace.ops, trace.runtime_calls)
+        _sort(events)
+    scopes = trace.ops
+    if trace.modules:
+        scopes = [*trace.modules, *trace.ops]
+        _sort(scopes)
+    _nest(scopes, trace.runtime_calls)
     _link(trace)
     return trace
 
 
-def _by_start(event: Interval) -> tuple[int, int]:
-    return event.start_ns, -event.duration_ns
+def _sort(events: list[Any]) -> None:
+    """By start; at equal starts the longer first. Ties are rare, and a key of two numbers costs three times as much."""
+    events.sort(key=START)
+    if any(a.start_ns == b.start_ns and a.duration_ns < b.duration_ns for a, b in pairwise(events)):
+        events.sort(key=lambda event: (event.start_ns, -event.duration_ns))
 
 
 def _device_properties(found: object) -> list[DeviceProperties]:
@@ -170,53 +180,57 @@ class _Collector:
         self.names: dict[object, str] = {}
         self.kinds: dict[str, str | None] = {}
 
-    def add(self, event: RawEvent) -> None:
-        """One event, if it is of a kind that counts."""
-        cat = event.cat
-        if event.ph != "X" or not cat:
-            return
-        kind = self.kinds.get(cat, "")
-        if kind == "":
-            kind = self.kinds[cat] = CATEGORIES.get(cat.lower())
-        if kind is None:
-            return
-        if kind == "python" and not (isinstance(event.name, str) and event.name.startswith(MODULE)):
-            return
-        start, duration = self._ns(event.ts), self._duration(event.dur)
-        if start is None or duration is None:
-            self.unplaced += 1
-            return
-        if start < self.earliest_ns:
-            self.earliest_ns = start
-        key = (event.pid, event.tid)
-        thread = self.threads.get(key)
-        if thread is None:
-            thread = self.threads[key] = (str(event.pid), str(event.tid).lstrip("-"))
-        name = self.names.get(event.name)
-        if name is None:
-            name = self.names[event.name] = str(event.name)[:MOST_NAME]
+    def add(self, events: list[RawEvent]) -> None:
+        """Those of the events that are of a kind that counts."""
+        kinds, names, threads = self.kinds, self.names, self.threads
+        for event in events:
+            cat = event.cat
+            if event.ph != "X" or not cat:
+                continue
+            kind = kinds.get(cat, "")
+            if kind == "":
+                kind = kinds[cat] = CATEGORIES.get(cat.lower())
+            if kind is None:
+                continue
+            written = event.name
+            if kind == "python" and not (written.__class__ is str and written.startswith(MODULE)):
+                continue
+            start, duration = self._ns(event.ts), self._duration(event.dur)
+            if start is None or duration is None:
+                self.unplaced += 1
+                continue
+            if start < self.earliest_ns:
+                self.earliest_ns = start
+            lane = (event.pid, event.tid)
+            thread = threads.get(lane)
+            if thread is None:
+                thread = threads[lane] = (str(event.pid), str(event.tid).lstrip("-"))
+            name = names.get(written)
+            if name is None:
+                name = names[written] = str(written)[:MOST_NAME]
+            self._keep(kind, name, start, duration, thread, event.args)
+
+    def _keep(
+        self, kind: str, name: str, start: int, duration: int, thread: tuple[str, str], args: msgspec.Raw
+    ) -> None:
         trace = self.trace
         if kind == "op" or kind == "annotation":
             trace.ops.append(
-                Op(
-                    name=name, start_ns=start, duration_ns=duration, thread=thread,
-                    is_annotation=kind == "annotation", raw_args=bytes(event.args), children=[],
-                )
+                Op(name=name, start_ns=start, duration_ns=duration, thread=thread, is_annotation=kind == "annotation",
+                   raw_args=bytes(args), children=[])
             )  # fmt: skip
         elif kind == "runtime":
+            correlation = _call_correlation(args)
             trace.runtime_calls.append(
-                RuntimeCall(
-                    name=name, start_ns=start, duration_ns=duration, thread=thread,
-                    correlation=_whole(_args(_CALL_ARGS, event.args).correlation),
-                )
-            )  # fmt: skip
+                RuntimeCall(name=name, start_ns=start, duration_ns=duration, thread=thread, correlation=correlation)
+            )
         elif kind == "python":
             trace.modules.append(
                 Op(name=name[len(MODULE) :], start_ns=start, duration_ns=duration, thread=thread, is_annotation=True,
                    is_module=True, children=[])
             )  # fmt: skip
         else:
-            trace.device_events.append(_device_event(kind, name, start, duration, thread, event.args))
+            trace.device_events.append(_device_event(kind, name, start, duration, thread, args))
 
     def finish(self) -> None:
         """Count from the earliest event, and say what was left out."""
@@ -256,19 +270,40 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _args(decoder: Any, raw: msgspec.Raw) -> Any:
-    """The args by that decoder; those of no event where they are not an object."""
+def _call_correlation(raw: msgspec.Raw) -> int | None:
     try:
-        return decoder.decode(raw)
+        return _CALL_ARGS.decode(raw).correlation
     except (msgspec.DecodeError, RecursionError):
-        return decoder.decode(b"{}")
+        return _whole(decode_args(bytes(raw)).get("correlation"))
+
+
+def _device_args(raw: msgspec.Raw) -> _DeviceArgs:
+    try:
+        return _DEVICE_ARGS.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        found = decode_args(bytes(raw))
+    texts = {key: found[key] for key in ("src kind", "dst kind") if isinstance(found.get(key), str)}
+    return _DeviceArgs(
+        correlation=_whole(found.get("correlation")),
+        device=_whole(found.get("device")),
+        stream=_whole(found.get("stream")),
+        grid=_sizes(found.get("grid")),
+        block=_sizes(found.get("block")),
+        registers=_whole(found.get("registers per thread")),
+        shared=_whole(found.get("shared memory")),
+        occupancy=_percent(found.get("est. achieved occupancy %")),
+        bytes=_whole(found.get("bytes")),
+        graph_id=_whole(found.get("graph id")),
+        src_kind=texts.get("src kind"),
+        dst_kind=texts.get("dst kind"),
+    )
 
 
 def _device_event(
     kind: str, name: str, start: int, duration: int, thread: tuple[str, str], raw: msgspec.Raw
 ) -> DeviceEvent:
-    args: _DeviceArgs = _args(_DEVICE_ARGS, raw)
-    if kind == "memcpy" and isinstance(args.src_kind, str) and isinstance(args.dst_kind, str) and "(" not in name:
+    args = _device_args(raw)
+    if args.src_kind and args.dst_kind and kind == "memcpy" and "(" not in name:
         name = f"Memcpy ({args.src_kind} -> {args.dst_kind})"  # one writer puts both only here
     return DeviceEvent(
         name=name,
@@ -276,26 +311,28 @@ def _device_event(
         duration_ns=duration,
         thread=thread,
         kind=kind,
-        correlation=_whole(args.correlation),
-        device=_whole(args.device),
-        stream=_whole(args.stream),
-        grid=_sizes(args.grid),
-        block=_sizes(args.block),
-        registers=_whole(args.registers),
-        shared_memory_bytes=_whole(args.shared),
-        occupancy_shown=_percent(args.occupancy),
-        bytes_moved=_whole(args.bytes),
-        graph_id=_whole(args.graph_id) or None,
+        correlation=args.correlation,
+        device=args.device,
+        stream=args.stream,
+        grid=_usable(args.grid),
+        block=_usable(args.block),
+        registers=args.registers,
+        shared_memory_bytes=args.shared,
+        occupancy_shown=args.occupancy,
+        bytes_moved=args.bytes,
+        graph_id=args.graph_id or None,
     )
 
 
-def _sizes(value: object) -> tuple[int, ...] | None:
-    """A grid or block; None where it is missing or all zeros, as some AMD writers leave it."""
-    if not isinstance(value, list) or len(value) != 3 or not any(value):
+def _usable(sizes: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+    """A grid or block; None where it is all zeros, as some AMD writers leave it, or no size at all."""
+    return sizes if sizes is not None and any(sizes) and all(0 <= n < 1 << 32 for n in sizes) else None
+
+
+def _sizes(value: object) -> tuple[int, int, int] | None:
+    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(n, int) for n in value):
         return None
-    if not all(isinstance(n, int) and 0 <= n < 1 << 32 for n in value):
-        return None
-    return tuple(value)
+    return value[0], value[1], value[2]
 
 
 def _percent(value: object) -> float | None:
@@ -309,8 +346,7 @@ def _nest(ops: list[Op], calls: list[RuntimeCall]) -> None:
     for event in events:
         threads.setdefault(event.thread, []).append(event)
     for events in threads.values():
-        # at equal starts the longer one is outside, and an op is outside its runtime call
-        events.sort(key=lambda e: (e.start_ns, -e.duration_ns, isinstance(e, RuntimeCall)))
+        events.sort(key=START)  # stable: at equal starts the longer op stays outside, and ops outside runtime calls
         stack: list[Op] = []
         for event in events:
             end = event.start_ns + (event.duration_ns or 1)

@@ -1,0 +1,343 @@
+"""Stage 6: findings on how attention is computed: fused or not, its mask, its copies, its dtype.
+
+Each rule is a pure function from TraceFacts to at most one Finding. Imports neither torch nor an implementation.
+"""
+
+from __future__ import annotations
+
+from attnscope.explaining.expected import short_name
+from attnscope.explaining.shapes import Problem, count, first_shape
+from attnscope.explaining.sites import FAST_PATH, AttentionCall
+from attnscope.explaining.trace_facts import (
+    TraceFacts,
+    evidence,
+    is_cast,
+    sdpa_line,
+    site_evidence,
+    sum_text,
+    total,
+)
+from attnscope.explaining.works import Work
+from attnscope.records import Finding
+from attnscope.units import format_us
+
+NEAR = 8  # works before a call in which its operands are made
+MASK_NEAR = 40
+MOST_FLASH_D = 256
+MATH = "SDPA math"
+NO_MASK_NEEDED = (
+    "pass is_causal=True for a causal mask, varlen (packed) attention for padding, nothing for an all-True mask"
+)
+
+
+def unfused_attention(facts: TraceFacts) -> Finding | None:
+    """Product, softmax and product as kernels of their own."""
+    sites = [site for site in facts.sites if site.first.how == "unfused"]
+    if not sites or not facts.window.on_gpu:
+        return None
+    saving, arithmetic = facts.fused_saving(sites)
+    calls = sum(len(site.calls) for site in sites)
+    sure = not any(site.first.inferred for site in sites)
+    remedy = sdpa_line(sites[0]) + "  # in place of the two products and the softmax"
+    if any(site.first.name == FAST_PATH for site in sites):
+        remedy = (
+            "torch.backends.mha.set_fastpath_enabled(False)  # MultiheadAttention then calls SDPA (need_weights=False)"
+        )
+    return Finding(
+        id="unfused-attention",
+        sentence=f"{calls} attention calls run as separate kernels (product, softmax, product): the whole score matrix "
+        "is written to memory and read again between them.",
+        evidence=site_evidence(sites),
+        saving_us=saving,
+        arithmetic=arithmetic,
+        remedy=remedy,
+        confidence="medium" if sure else "low",
+    )
+
+
+def math_path(facts: TraceFacts) -> Finding | None:
+    """SDPA fell back to its slowest path."""
+    sites = [site for site in facts.sites if site.first.implementation == MATH]
+    if not sites or not facts.window.on_gpu:
+        return None
+    saving, arithmetic = facts.fused_saving(sites)
+    reasons = dict.fromkeys(reason for site in sites for reason in _why_math(site.first))
+    return Finding(
+        id="math-path",
+        sentence="scaled_dot_product_attention took its math path, which fits everything and fuses nothing.",
+        evidence=(*site_evidence(sites), *reasons),
+        saving_us=saving,
+        arithmetic=arithmetic,
+        remedy="with torch.nn.attention.sdpa_kernel([FLASH_ATTENTION, EFFICIENT_ATTENTION]): ...  # warns why each "
+        "cannot run; bf16 or fp16, head dim a multiple of 8 up to 256",
+        confidence="medium",
+    )
+
+
+def _why_math(call: AttentionCall) -> list[str]:
+    problem, said = call.problem, []
+    if problem.dtype in ("fp32", "fp64"):
+        said.append(f"{problem.dtype} inputs: flash and cuDNN take bf16 and fp16 only")
+    if problem.D is not None and problem.D > MOST_FLASH_D:
+        said.append(f"head dim {problem.D} is above the {MOST_FLASH_D} that flash takes")
+    if problem.H_kv not in (None, problem.H):
+        said.append("grouped key/value heads (enable_gqa) with a dtype or head dim that no fused kernel takes")
+    return said
+
+
+def safe_softmax(facts: TraceFacts) -> Finding | None:
+    """The math path guards the softmax against rows that see no key."""
+    guard = [w for w in facts.attention if w.inside("aten::_safe_softmax") and w.role not in ("softmax",)]
+    if not guard:
+        return None
+    return Finding(
+        id="safe-softmax",
+        sentence="The softmax is guarded against rows that see no key (0/0 would be NaN); the guard reads and writes "
+        "the whole score matrix again.",
+        evidence=evidence(guard),
+        saving_us=total(guard),
+        arithmetic=sum_text(guard, "the softmax itself left out"),
+        remedy=sdpa_line() + "  # a fused kernel guards its rows in registers",
+    )
+
+
+def masked_fill_copy(facts: TraceFacts) -> Finding | None:
+    """An out-of-place masked_fill first copies all scores."""
+    copies = [
+        work for site in facts.sites if site.first.how == "unfused"
+        for work in site.works if work.role == "copy" and work.inside("aten::masked_fill")
+    ]  # fmt: skip
+    if not copies:
+        return None
+    return Finding(
+        id="masked-fill-copy",
+        sentence="An out-of-place masked_fill copies the whole score matrix before it writes the mask.",
+        evidence=evidence(copies),
+        saving_us=total(copies),
+        arithmetic=sum_text(copies, "which the in-place form does not need"),
+        remedy='scores.masked_fill_(mask, float("-inf"))  # only where autograd does not need the old scores',
+    )
+
+
+def mask_rebuilt(facts: TraceFacts) -> Finding | None:
+    """The same mask is made again for each call."""
+    building: list[Work] = []
+    for site in facts.sites:
+        problem = site.first.problem
+        for call in site.calls:
+            near = [*facts.before(call, MASK_NEAR), *call.works]
+            building += [work for work in near if _makes_mask(work, problem)]
+    building = list(dict.fromkeys(building))
+    if len(building) < 2:
+        return None
+    return Finding(
+        id="mask-rebuilt-per-call",
+        sentence="The mask depends on the shape only, yet it is built anew again and again.",
+        evidence=evidence(building),
+        saving_us=total(building) * (len(building) - 1) / len(building),
+        arithmetic=sum_text(building, "of which one is needed"),
+        remedy="build the mask once and keep it (register_buffer), or is_causal=True and no mask at all",
+    )
+
+
+def _makes_mask(work: Work, problem: Problem) -> bool:
+    """A triangle of the scores' size."""
+    if work.role != "mask building" or not work.ops or work.replayed:
+        return False
+    shape = next((first_shape(op) for op in work.ops if first_shape(op)), None)
+    return shape is None or not problem.shaped or tuple(shape[-2:]) == (problem.L, problem.S)
+
+
+def mask_keeps_flash_away(facts: TraceFacts) -> Finding | None:
+    """A mask tensor was passed, and flash takes none."""
+    sites = [
+        site
+        for site in facts.sites
+        if site.first.problem.mask
+        and site.first.implementation in ("SDPA efficient", MATH)
+        and site.first.problem.dtype in ("bf16", "fp16")
+        and (site.first.problem.D or 0) <= MOST_FLASH_D
+    ]
+    if not sites:
+        return None
+    kinds = dict.fromkeys(_mask_kind(facts, site.first) for site in sites)
+    return Finding(
+        id="mask-keeps-flash-away",
+        sentence="An attn_mask tensor was passed, and flash attention takes none: a slower path ran.",
+        evidence=(*site_evidence(sites), *kinds),
+        arithmetic="not estimated: it depends on what the mask hides; the time at stake is "
+        + format_us(sum(site.us for site in sites)),
+        remedy=NO_MASK_NEEDED,
+        confidence="medium",
+    )
+
+
+def _mask_kind(facts: TraceFacts, call: AttentionCall) -> str:
+    """What the mask is, as far as its shape and what was launched before it tell."""
+    sizes = (call.problem.mask or "").partition(":")[2].split("x")
+    if len(sizes) >= 2 and sizes[-2] == "1":
+        return f"mask {call.problem.mask}: the same for every query, so it hides padding"
+    if any(_makes_mask(work, call.problem) for work in facts.before(call, MASK_NEAR)):
+        return f"mask {call.problem.mask}: tril or triu made it just before, so it is causal or a window"
+    return f"mask {call.problem.mask}: the trace does not show what it hides"
+
+
+def layout_copies(facts: TraceFacts) -> Finding | None:
+    """Tensors are copied only to lie differently."""
+    copies = [work for work in _operand_copies(facts) if is_cast(work) is None and not _repeats(work)]
+    copies = [w for w in copies if not w.inside("aten::masked_fill") and _changes_layout(w)]
+    if not copies:
+        return None
+    return Finding(
+        id="layout-copies",
+        sentence="Queries, keys, values or outputs are copied around attention only to lie differently in memory.",
+        evidence=evidence(copies),
+        saving_us=total(copies),
+        arithmetic=sum_text(copies, "if every one can be left out"),
+        remedy="drop .contiguous() before scaled_dot_product_attention: fused kernels read any strides whose last "
+        "dimension is dense; keep (B, L, H, D) behind a transpose",
+        confidence="medium",
+    )
+
+
+def _changes_layout(work: Work) -> bool:
+    return work.inside("aten::contiguous", "aten::clone", "aten::reshape", "aten::flatten")
+
+
+def _operand_copies(facts: TraceFacts) -> list[Work]:
+    """Copies in attention calls, and those near them that are as large as an operand or the output."""
+    found: dict[Work, None] = {}
+    for site in facts.sites:
+        problem = site.first.problem
+        sizes = _operand_sizes(problem)
+        for call in site.calls:
+            for work in call.works:
+                if work.role == "copy":
+                    found[work] = None
+            for work in (*facts.before(call, NEAR), *facts.after(call, 2)):
+                if work.role == "matmul":
+                    break
+                if work.role == "copy" and work.attributed and count(first_shape(work.op) or []) in sizes:
+                    found[work] = None
+    return list(found)
+
+
+def _operand_sizes(problem: Problem) -> set[int]:
+    if not problem.shaped:
+        return set()
+    B, H, L, S, D = problem.B or 0, problem.H or 0, problem.L or 0, problem.S or 0, problem.D or 0
+    H_kv, D_v = problem.H_kv or H, problem.D_v or D
+    return {B * H * L * D, B * H * L * D_v, B * H_kv * S * D, B * H_kv * S * D_v, B * H * S * D, B * H * S * D_v,
+            3 * B * H * L * D}  # fmt: skip
+
+
+def kv_repeated(facts: TraceFacts) -> Finding | None:
+    """Grouped key/value heads are written out in full."""
+    repeats: dict[Work, None] = {}
+    for site in facts.sites:
+        for call in site.calls:
+            for work in (*facts.before(call, NEAR), *call.works):
+                if _repeats(work):
+                    repeats[work] = None
+    if not repeats:
+        return None
+    works = list(repeats)
+    return Finding(
+        id="gqa-materialised",
+        sentence="Key/value heads are written to memory once for every query head of their group before the attention "
+        "starts.",
+        evidence=evidence(works),
+        saving_us=total(works),
+        arithmetic=sum_text(works, "which a kernel that knows groups does not need"),
+        remedy="torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # bf16 or fp16, so that a "
+        "fused kernel takes it",
+    )
+
+
+def _repeats(work: Work) -> bool:
+    """A copy that writes the same heads several times: a repeat_interleave, or one that reads along stride 0."""
+    if not work.attributed or work.role != "copy":
+        return False
+    if work.inside("aten::repeat_interleave"):
+        return True
+    op = work.op
+    if op is None or op.name != "aten::copy_" or op.shapes is None or len(op.strides) < 2:
+        return False
+    shape, strides = op.shapes[1], op.strides[1]
+    return len(shape) == 5 == len(strides) and shape[2] > 1 and strides[2] == 0
+
+
+def dtype_casts(facts: TraceFacts) -> Finding | None:
+    """Tensors change their dtype in or around attention."""
+    casts = [work for work in _operand_copies(facts) if is_cast(work)]
+    if not casts:
+        return None
+    pairs = dict.fromkeys(f"{a} to {b}" for a, b in (is_cast(work) or ("", "") for work in casts))
+    math = any(work.inside("aten::_scaled_dot_product_attention_math") for work in casts)
+    remedy = (
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True), or a fused path"
+        if math
+        else "keep mask, scores and probabilities in the dtype of q and k; under autocast cast once, outside the layer"
+    )
+    return Finding(
+        id="dtype-casts",
+        sentence=f"Tensors are turned from {', from '.join(pairs)} in and around attention: each cast is a pass over "
+        "memory that computes nothing.",
+        evidence=evidence(casts),
+        saving_us=total(casts),
+        arithmetic=sum_text(casts, "if the tensors keep one dtype"),
+        remedy=remedy,
+        confidence="medium",
+    )
+
+
+def dropout_at_inference(facts: TraceFacts) -> Finding | None:
+    """Dropout works although no gradient is computed."""
+    if facts.has_backward:
+        return None
+    works = [work for work in facts.attention if work.role == "dropout"]
+    sites = [site for site in facts.sites if site.first.problem.dropout]
+    if not works and not sites:
+        return None
+    return Finding(
+        id="dropout-at-inference",
+        sentence="Attention drops probabilities at random, yet the trace computes no gradient: results are noisy and "
+        "the random numbers cost time.",
+        evidence=(*site_evidence(sites), *evidence(works)),
+        saving_us=total(works) or None,
+        arithmetic=sum_text(works, "in kernels of their own") if works else "not estimated: it is inside the kernel",
+        remedy="model.eval(), and dropout_p=self.dropout if self.training else 0.0",
+        confidence="medium",
+    )
+
+
+def uneven_calls(facts: TraceFacts) -> Finding | None:
+    """Calls of one problem take very different times."""
+    lines, excess = [], 0.0
+    for site in facts.sites:
+        times = sorted(call.us for call in site.calls)
+        middle = times[len(times) // 2]
+        slow = [one for one in times if one > 1.5 * middle and one - middle > 50]
+        if len(times) >= 5 and slow and site.first.problem.shaped:
+            excess += sum(slow) - middle * len(slow)
+            lines.append(
+                f"{len(slow)} of {len(times)} × {short_name(site.first.name)} [{site.first.problem}]: up to "
+                f"{format_us(times[-1])}, the median is {format_us(middle)}"
+            )
+    if not lines:
+        return None
+    return Finding(
+        id="uneven-calls",
+        sentence="Calls of the same attention problem take very different times.",
+        evidence=tuple(lines),
+        saving_us=excess,
+        arithmetic=f"{format_us(excess)} above the median of each site",
+        remedy="look at the clock and at what else ran on the card; leave the first calls out of a measurement",
+        confidence="low",
+    )
+
+
+RULES = (
+    unfused_attention, math_path, safe_softmax, masked_fill_copy, mask_rebuilt, mask_keeps_flash_away, layout_copies,
+    kv_repeated, dtype_casts, dropout_at_inference, uneven_calls,
+)  # fmt: skip

@@ -1,0 +1,234 @@
+"""Stage 6: findings on how kernels use the card: tensor cores, alignment, blocks, occupancy, copies from the host.
+
+Each rule is a pure function from TraceFacts to at most one Finding. Imports neither torch nor an implementation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from attnscope.explaining.expected import short_name
+from attnscope.explaining.occupancy import DEFAULT_SHARED_LIMIT_BYTES, occupancy_percent
+from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
+from attnscope.explaining.shapes import product_sizes, tensor_dtypes
+from attnscope.explaining.trace_facts import FUSED_SHARE_OF_PEAK, TraceFacts, evidence, total
+from attnscope.explaining.works import MATMUL_OPS, Work
+from attnscope.records import Finding
+from attnscope.trace.names import CUDA_CORE, TENSOR_CORE
+from attnscope.units import format_us, significant
+
+MISALIGNED = re.compile(r"_align[12]\b|_align[12]>")
+GIBIBYTES_PER_S_OF_PINNED = 20e9  # bytes a second that a pinned copy reaches over PCIe 4
+LEAST_COPY_US = 50.0
+LEAST_SHARE = 0.005  # of the GPU's time, below which a product is not worth a word
+
+
+def _products(facts: TraceFacts, unit: str) -> list[Work]:
+    found = [work for work in facts.works if work.role == "matmul" and work.meaning.unit == unit and work.event]
+    return found if total(found) > LEAST_SHARE * facts.window.sum_us else []
+
+
+def _dtype(work: Work) -> str | None:
+    """The operands' dtype, by the product's op, else by the kernel's name."""
+    op = next((one for one in work.ops if one.name in MATMUL_OPS), None) if not work.replayed else None
+    return next(iter(tensor_dtypes(op)), None) or work.meaning.dtype
+
+
+def _is_single(work: Work) -> bool:
+    return _dtype(work) == "fp32"
+
+
+def _takes_tf32(facts: TraceFacts, work: Work) -> bool:
+    """Whether the card has TF32: NVIDIA's from sm_80 on, by the device or by the kernel's name."""
+    if facts.is_amd:
+        return False
+    if facts.device is not None and facts.device.compute_major is not None:
+        return facts.device.compute_major >= 8
+    architecture = (work.meaning.architecture or "").removeprefix("sm_")
+    return architecture.isdigit() and int(architecture) >= 80
+
+
+def _is_vector_product(work: Work) -> bool:
+    return "cuBLAS's matrix-vector" in work.meaning.unit_rule
+
+
+def tf32_off(facts: TraceFacts) -> Finding | None:
+    """Products in fp32 on CUDA cores, on a card that could take TF32."""
+    device = facts.device
+    if facts.is_amd or device is None or (device.compute_major or 0) < 8:
+        return None
+    slow = [
+        w for w in _products(facts, CUDA_CORE) if _is_single(w) and "cuBLAS's matrix-vector" not in w.meaning.unit_rule
+    ]
+    if not slow:
+        return None
+    saving, arithmetic = None, "not estimated: this card's rates are not known"
+    if facts.peaks is not None:
+        ratio = facts.peaks.fp32_tflop_per_s / facts.peaks.tf32_tflop_per_s
+        saving = total(slow) * (1 - ratio)
+        arithmetic = (
+            f"{format_us(total(slow))} × (1 - {significant(facts.peaks.fp32_tflop_per_s)} / "
+            f"{significant(facts.peaks.tf32_tflop_per_s)} TFLOP/s) at best ({facts.peaks.source})"
+        )
+    return Finding(
+        id="tf32-off",
+        sentence="Products of fp32 matrices run on CUDA cores, since TF32 is off; the tensor cores stay idle.",
+        evidence=(*evidence(slow), f"{short_name(slow[0].name)}: {slow[0].meaning.unit_rule}"),
+        saving_us=saving,
+        arithmetic=arithmetic,
+        remedy='torch.set_float32_matmul_precision("high")  # TF32: about three decimal digits in the products',
+        confidence="medium",
+    )
+
+
+def matmul_off_tensor_cores(facts: TraceFacts) -> Finding | None:
+    """Products that tensor cores could take run on CUDA cores."""
+    slow = [
+        work
+        for work in _products(facts, CUDA_CORE)
+        if not _is_vector_product(work)
+        and _dtype(work) != "fp64"
+        and not (_is_single(work) and _takes_tf32(facts, work))
+    ]
+    if not slow:
+        return None
+    single = all(_is_single(work) for work in slow)
+    remedy = "multiply bf16 or fp16 matrices whose sizes are multiples of 8"
+    if single:
+        remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...  # the card has no TF32'
+    return Finding(
+        id="matmul-off-tensor-cores",
+        sentence="Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle.",
+        evidence=(*evidence(slow), f"{short_name(slow[0].name)}: {slow[0].meaning.unit_rule}"),
+        arithmetic=f"not estimated; the time at stake is {format_us(total(slow))}",
+        remedy=remedy,
+        confidence="medium",
+    )
+
+
+def misaligned_gemm(facts: TraceFacts) -> Finding | None:
+    """Products whose operands are aligned to one or two elements only."""
+    slow = [
+        work
+        for work in _products(facts, TENSOR_CORE)
+        if MISALIGNED.search(work.name) and _dtype(work) in ("bf16", "fp16")
+    ]
+    if not slow:
+        return None
+    saving, arithmetic = None, f"not estimated; the time at stake is {format_us(total(slow))}"
+    sizes = {}
+    for work in slow:
+        op = next((one for one in work.ops if product_sizes(one)), None)
+        found = product_sizes(op) if op is not None else None
+        if found is not None:
+            sizes[work] = found
+    if sizes and facts.peaks is not None:
+        rate = FUSED_SHARE_OF_PEAK * facts.peaks.half_tflop_per_s
+        after = sum(
+            max(
+                2 * math.prod(found) / rate / 1e6,
+                2 * (found[0] * (found[1] * found[2] + found[2] * found[3] + found[1] * found[3]))
+                / facts.peaks.gb_per_s / 1e3,
+            )
+            for found in sizes.values()
+        )  # fmt: skip
+        saving = max(total(sizes) - after, 0.0)
+        arithmetic = (
+            f"{format_us(total(sizes))} - {format_us(after)}: each at {100 * FUSED_SHARE_OF_PEAK:.0f} % of "
+            f"{significant(facts.peaks.half_tflop_per_s)} TFLOP/s, at least its traffic ({facts.peaks.source})"
+        )
+    odd = sorted({n for found in sizes.values() for n in found[1:] if n % 8})
+    return Finding(
+        id="misaligned-gemm",
+        sentence="Matrix products load their operands one or two elements at a time, since a size is no multiple of 8.",
+        evidence=(
+            *evidence(slow),
+            *([f"sizes that are no multiple of 8: {', '.join(map(str, odd[:6]))}"] if odd else []),
+        ),
+        saving_us=saving,
+        arithmetic=arithmetic,
+        remedy="pad that size to a multiple of 8 (the sequence, the vocabulary), or let a fused kernel mask the rest",
+        confidence="medium",
+    )
+
+
+def too_few_blocks(facts: TraceFacts) -> Finding | None:
+    """Attention kernels with fewer blocks than the card has multiprocessors."""
+    device = facts.device
+    if device is None or not device.num_sms:
+        return None
+    few = [
+        work
+        for work in facts.attention
+        if work.role in (FUSED, FUSED_BACKWARD, "matmul", "softmax")
+        and work.event is not None
+        and work.event.grid is not None
+        and math.prod(work.event.grid) < device.num_sms
+    ]
+    if not few or total(few) < 0.3 * total(facts.attention):
+        return None
+    blocks = sorted({math.prod(work.event.grid) for work in few if work.event and work.event.grid})
+    count = str(blocks[0]) if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
+    return Finding(
+        id="too-few-blocks",
+        sentence=f"Attention kernels start {count} blocks on a card of {device.num_sms} multiprocessors: most of the "
+        "card idles while they run.",
+        evidence=evidence(few),
+        arithmetic=f"not estimated; the time at stake is {format_us(total(few))}",
+        remedy="more sequences or heads at once; for decoding a kernel that splits the keys (flash-decoding)",
+    )
+
+
+def occupancy_estimator(facts: TraceFacts) -> Finding | None:
+    """The profiler shows 0 % occupancy where it only applies the wrong limit."""
+    lines: dict[str, float] = {}
+    for work in facts.works:
+        event = work.event
+        if (
+            event is None
+            or event.occupancy_shown != 0
+            or (event.shared_memory_bytes or 0) <= DEFAULT_SHARED_LIMIT_BYTES
+        ):
+            continue
+        real = occupancy_percent(event, facts.trace.device(event.device))
+        if real:
+            shared = (event.shared_memory_bytes or 0) / 1024
+            line = f"{short_name(work.name)}: {shared:.0f} KiB, {significant(real)} % recomputed with the opt-in limit"
+            lines[line] = lines.get(line, 0.0) + work.us
+    if not lines:
+        return None
+    ordered = sorted(lines, key=lambda line: -lines[line])
+    more = (f"and {len(ordered) - 4} more",) if len(ordered) > 4 else ()
+    return Finding(
+        id="occupancy-estimator",
+        sentence="The trace shows 0 % occupancy for kernels with more than 48 KiB of shared memory per block; that is "
+        "the profiler's estimate with the default limit, not what the card does.",
+        evidence=(*ordered[:4], *more),
+        remedy="nothing to change; fused kernels want few warps with much on-chip memory",
+    )
+
+
+def pageable_copies(facts: TraceFacts) -> Finding | None:
+    """Copies between host and card through pageable memory."""
+    copies = [work for work in facts.works if "ageable" in work.name and work.event and work.event.kind == "memcpy"]
+    if total(copies) < LEAST_COPY_US:
+        return None
+    moved = sum(work.event.bytes_moved or 0 for work in copies if work.event)
+    after = moved / GIBIBYTES_PER_S_OF_PINNED * 1e6
+    known = 0 < after < total(copies)
+    return Finding(
+        id="pageable-copies",
+        sentence="Data moves between host and card through pageable memory: slower than pinned, and the host waits.",
+        evidence=(*evidence(copies), *([f"{moved / 1e6:,.1f} MB"] if moved else [])),
+        saving_us=total(copies) - after if known else None,
+        arithmetic=f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at 20 GB/s (pinned, PCIe 4)" if known
+        else "not estimated: the trace does not say how much was moved",
+        remedy="tensor.pin_memory() and .to(device, non_blocking=True); DataLoader(pin_memory=True)",
+        confidence="medium",
+    )  # fmt: skip
+
+
+RULES = (
+    tf32_off, matmul_off_tensor_cores, misaligned_gemm, too_few_blocks, occupancy_estimator, pageable_copies,
+)  # fmt: skip

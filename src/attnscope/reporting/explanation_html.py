@@ -1,0 +1,47 @@
+"""Stage 7: the explanation of traces as one self-contained page, without scripts.
+
+Reads Explanation and Difference, writes HTML. Must import neither torch nor a stage before explaining. Everything that
+comes from a trace is escaped, and the page forbids itself scripts and anything from elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from attnscope.explaining.explanation import Difference, Explanation
+from attnscope.reporting.explanation_text import OVERLAP, saving_text, share, site_figures, window_facts
+from attnscope.reporting.words import clean, shorten
+from attnscope.units import format_us, significant
+
+NAME_WIDTH = 300
+KERNELS_WIDTH = 160
+
+
+def explanations_page(explanations: Sequence[Explanation], difference: Difference | None = None) -> str:
+    """The whole page."""
+    return _template().render(explanations=explanations, difference=difference, overlap=OVERLAP)
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("attnscope.reporting"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {
+        "clean": lambda text: shorten(clean(str(text)), NAME_WIDTH),
+        "kernel": lambda text: shorten(clean(str(text)), KERNELS_WIDTH),
+        "us": format_us,
+        "number": significant,
+    }
+    environment.globals |= {
+        "window_facts": window_facts, "site_figures": site_figures, "saving_text": saving_text, "share": share,
+    }  # fmt: skip
+    return environment
+
+
+def _template() -> Template:
+    return _environment().get_template("explanation.html.j2")
