@@ -117,7 +117,9 @@ def test_the_model_predicts_the_error_that_a_twin_makes(dtype, kind):
     for name in ("out", "dq", "dk", "dv"):
         deviation = row_norms(name, model.variance[name].sqrt())
         error = row_norms(name, twin[name].double() - truth[name])
-        assert 0.75 < rms_of((error / deviation)[deviation > 0]) < 1.25, name
+        # for dS the model allows two roundings more than this twin makes
+        least = 0.5 if name in ("dq", "dk") else 0.75
+        assert least < rms_of((error / deviation)[deviation > 0]) < 1.25, name
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
