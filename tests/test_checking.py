@@ -27,7 +27,7 @@ TINY = "B1,H2,L70,D32,bf16,causal"
 
 
 def check(implementation, workload=TINY, **options):
-    return check_implementation(implementation, Workload.parse(workload), CPU, **options)
+    return check_implementation(implementation, Workload.parse(workload), CPU, **{"quick": True} | options)
 
 
 def expectation(workload=TINY, kind="plain", compute="fp32", seed=0):

@@ -113,16 +113,18 @@ def test_a_failed_check_exits_1_and_names_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_rows_and_exits_130(tmp_path):
-    names = "sdpa_math,bad_implementations:Hangs"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_a_polite_kill_keep_rows_and_exit_130(tmp_path, number):
+    names, marker = "sdpa_math,bad_implementations:Hangs", tmp_path / "hangs now"
     process = subprocess.Popen(
         [sys.executable, "-m", "attnscope", "compare", TINY, "--device", "cpu", "--quick", "--out", "out",
          "--implementations", names],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)},
+        env=os.environ | {"PYTHONPATH": os.path.dirname(__file__), "ATTNSCOPE_TEST_MARKER": str(marker)},
     )  # fmt: skip
-    time.sleep(25)
-    process.send_signal(signal.SIGINT)
+    while not marker.exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "sdpa_math" in out

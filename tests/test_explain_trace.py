@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trace_builder as tb
-from attnscope.explaining import compare_traces, explain_trace
+from attnscope.explaining import attention_rules, card_rules, compare_traces, explain_trace, window_rules
 from attnscope.explaining.explanation import Explanation
 from attnscope.explaining.trace_rules import FINDING_IDS
 from attnscope.trace import parse_trace
@@ -67,7 +70,7 @@ def sdpa(b: TraceBuilder, inner: str, kernel: str, us: float = 100, mask: list[i
     q, masked = tb.Q[1], mask or []
     values = ["", "", "", "", dropout, "False", "", "False"]
     args = {"Input Dims": [q, q, q, masked, [], [], [], []], "Concrete Inputs": values,
-            "Input type": ["c10::BFloat16"] * 3 + ["bool" if mask else "", "Scalar", "Scalar", "", "Scalar"]}  # fmt: skip
+            "Input type": ["c10::BFloat16"] * 3 + ["bool" if mask else "", *["Scalar"] * 4]}  # fmt: skip
     with b._scope("aten::scaled_dot_product_attention", "cpu_op", args), b.op(inner, tb.Q, tb.Q, tb.Q):
         b.kernel(kernel, us, grid=grid)
 
@@ -380,8 +383,6 @@ def test_busy_is_a_union_and_the_sum_is_beside_it() -> None:
          "args": {"device": 0, "stream": stream, "correlation": n}}
         for n, (stream, ts) in enumerate([(7, 100), (8, 105), (7, 130)], 1)
     ]  # fmt: skip
-    import json
-
     window = explain_trace(parse_trace(json.dumps(events).encode())).window
     assert (window.busy_us, window.sum_us, window.span_us) == (25, 30, 40)
 
@@ -390,9 +391,9 @@ def test_an_amd_trace() -> None:
     card = {"id": 0, "name": "AMD Instinct MI300X", "computeMajor": 9, "computeMinor": 4, "numSms": 304, "warpSize": 64}
 
     def build(b: TraceBuilder) -> None:
-        with b.op("aten::scaled_dot_product_attention", tb.Q, tb.Q, tb.Q):
-            with b.op("aten::_scaled_dot_product_flash_attention", tb.Q, tb.Q, tb.Q):
-                b.kernel(ATTN_FWD, 100, launch="hipModuleLaunchKernel", grid=(0, 0, 0), block=(0, 0, 0))
+        outer = b.op("aten::scaled_dot_product_attention", tb.Q, tb.Q, tb.Q)
+        with outer, b.op("aten::_scaled_dot_product_flash_attention", tb.Q, tb.Q, tb.Q):
+            b.kernel(ATTN_FWD, 100, launch="hipModuleLaunchKernel", grid=(0, 0, 0), block=(0, 0, 0))
         with b.op("aten::mm", ("bf16", [8192, 1024]), ("bf16", [1024, 1024])):
             b.kernel(CIJK, 50, launch="hipExtModuleLaunchKernel", grid=(0, 0, 0))
 
@@ -406,8 +407,6 @@ def test_an_amd_trace() -> None:
 def test_a_trace_of_2021() -> None:
     def event(cat: str, name: str, ts: int, dur: int, tid: str = "1890023232", **args: Any) -> dict[str, Any]:
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "pid": "5", "args": args}
-
-    import json
 
     events = [
         event("Operator", "aten::bmm", 100, 50, **{"Input dims": [[8, 64, 32], [8, 32, 64]]}),
@@ -435,8 +434,6 @@ def test_a_trace_without_shapes_is_explained_with_less_confidence() -> None:
     for event in document["traceEvents"]:
         for key in ("Input Dims", "Input type", "Input Strides"):
             event["args"].pop(key, None)
-    import json
-
     explanation = explain_trace(parse_trace(json.dumps(document).encode()))
     (site,) = explanation.sites
     assert site.inferred and site.problem == "shapes not recorded"
@@ -446,9 +443,9 @@ def test_a_trace_without_shapes_is_explained_with_less_confidence() -> None:
 
 def test_a_cpu_trace_is_explained_by_its_ops() -> None:
     def build(b: TraceBuilder) -> None:
-        with b.op("aten::scaled_dot_product_attention", tb.Q, tb.Q, tb.Q):
-            with b.op("aten::_scaled_dot_product_flash_attention_for_cpu", tb.Q, tb.Q, tb.Q):
-                b.wait(500)
+        outer = b.op("aten::scaled_dot_product_attention", tb.Q, tb.Q, tb.Q)
+        with outer, b.op("aten::_scaled_dot_product_flash_attention_for_cpu", tb.Q, tb.Q, tb.Q):
+            b.wait(500)
         with b.op("aten::mm", ("bf16", [8, 8]), ("bf16", [8, 8])):
             b.wait(100)
 
@@ -481,11 +478,6 @@ def test_modules_name_a_site_without_their_numbers() -> None:
 
 
 def test_the_ids_are_those_that_the_rules_can_find() -> None:
-    import re
-    from pathlib import Path
-
-    from attnscope.explaining import attention_rules, card_rules, window_rules
-
     written = {
         one
         for module in (attention_rules, card_rules, window_rules)

@@ -169,8 +169,9 @@ SCORES32 = ("fp32", [8, 16, 1024, 1024])
 HIDDEN = ("bool", [1024, 1024])
 
 
-def matmul(b: TraceBuilder, kernel: str, us: float, dtype: str = "bf16") -> None:
-    with b.op("aten::matmul", (dtype, Q[1])), b.op("aten::bmm", (dtype, [128, 1024, 64]), (dtype, KT[1])):
+def matmul(b: TraceBuilder, kernel: str, us: float, dtype: str = "bf16", *, values: bool = False) -> None:
+    first, second = ([128, 1024, 1024], [128, 1024, 64]) if values else ([128, 1024, 64], KT[1])
+    with b.op("aten::matmul", (dtype, Q[1])), b.op("aten::bmm", (dtype, first), (dtype, second)):
         b.memset(0.7)
         b.kernel(kernel, us, registers=168, shared=231424 if kernel == NVJET else 49152, occupancy=0, block=(384, 1, 1))
 
@@ -197,7 +198,7 @@ def naive(b: TraceBuilder, *, in_place: bool = False, gemm: str = NVJET) -> None
                 b.kernel(MASK, 359)
     with b.op("aten::softmax", SCORES), b.op("aten::_softmax", SCORES):
         b.kernel(SOFTMAX, 283)
-    matmul(b, gemm, 83)
+    matmul(b, gemm, 83, values=True)
 
 
 def sdpa_math(b: TraceBuilder, *, group: int = 1) -> None:
@@ -242,7 +243,7 @@ def sdpa_math(b: TraceBuilder, *, group: int = 1) -> None:
                 b.kernel(FILL, 2)
             with b.op("aten::where", ("bool", [8, 16, 1024, 1]), SCORES32, SCORES32):
                 b.kernel(WHERE, 300)
-        matmul(b, FFMA, 417, "fp32")
+        matmul(b, FFMA, 417, "fp32", values=True)
         cast(b, "bf16", "fp32", small, 10)
         cast(b, "bf16", "fp32", SCORES[1], 180)
 

@@ -54,6 +54,9 @@ class ReferenceCache:
         has_backward, kept = self._kept.get((inputs.kind, compute, rounds), (False, None))
         if kept is None or (backward and not has_backward):
             kept = expect(select(inputs, sample), compute, rounds, backward=backward)
+            for (kind, *_), (_, other) in self._kept.items():  # the truth is the same whatever is rounded
+                if kind == inputs.kind and other.truth.keys() == kept.truth.keys():
+                    kept.truth = other.truth
             self._kept[inputs.kind, compute, rounds] = backward, kept
         return kept
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,8 +225,10 @@ def main() -> None:
     """Entry point: sentences instead of tracebacks."""
     from attnscope.errors import AttnscopeError
 
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # of a typer.Exit, which it swallows
+        sys.exit(code if isinstance(code, int) else 0)
     except AttnscopeError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
@@ -235,13 +238,16 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except typer.Exit as ended:
-        sys.exit(ended.exit_code)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         typer.echo(f"error: {error.format_message()}\nhint: attnscope --help", err=True)
         sys.exit(2)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """A polite kill, such as a scheduler's time limit, keeps what is finished, as Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def _plan(workloads: list[str] | None, *args: Any, **options: Any) -> Plan:

@@ -59,7 +59,9 @@ def _explained(path: Path) -> Explanation:
     from attnscope.explaining import explain_trace
     from attnscope.trace import read_trace
 
-    return explain_trace(read_trace(path), str(path))
+    explanation = explain_trace(read_trace(path), str(path))
+    gc.freeze()  # nor shall the interpreter look for cycles when it ends
+    return explanation
 
 
 def _compared(before: Explanation, after: Explanation) -> Difference:

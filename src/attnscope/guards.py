@@ -20,7 +20,7 @@ from attnscope.inputs import Inputs, Tensor
 # is all ones, which is NaN in every floating type.
 M_PERTURB = -6
 ALL_ONES = 0x100
-POISON_COPIES = 3
+POISON_COPIES = 2
 SMALL_BLOCK = 2**20  # bytes; kSmallSize of torch's CUDACachingAllocator
 SPIN_CYCLES = 20_000_000  # about 10 ms: longer than the host needs to launch a call
 FLOATS_FILLED = ("q", "k", "v", "grad_out", "bias", "sinks")

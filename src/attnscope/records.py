@@ -50,7 +50,8 @@ class TensorCheck:
 class CheckResult:
     """Whether an implementation is right on a workload, and by how much.
 
-    ``row_rel_error_max`` and ``error_budget`` are those of the tensor nearest its budget (``factor`` is their ratio).
+    ``row_rel_error_max`` and ``error_budget`` are those of the tensor nearest its budget (``factor`` is their ratio). A
+    loose or approximate one is told against the tight budget here, so that its factor may exceed 1.
     ``heads_checked`` of ``heads_total`` (batch, head) pairs were compared, all their rows.
     """
 

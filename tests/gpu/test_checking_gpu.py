@@ -12,6 +12,7 @@ from attnscope import guards
 from attnscope.checking import ReferenceCache, check_implementation
 from attnscope.device import find_device
 from attnscope.implementation import find, names
+from attnscope.implementations.sdpa import SdpaFlash
 from attnscope.inputs import make_inputs
 from attnscope.workload import Workload
 from saboteurs import FULL, GROUPED, HALF, PLAIN, STYLES, Tiled, all_mutants
@@ -24,11 +25,12 @@ pytestmark = [
 BLOG = "B8,H16,L1024,D64,bf16,causal"
 
 
-class OnAnotherStream(Tiled):
-    """Right, but computed on a stream that waits for nobody (``waits_first``: only at its start), nobody for it."""
+class OnAnotherStream(SdpaFlash):
+    """Flash on a stream that waits for nobody (``waits_first``: only at its start), and nobody waits for it."""
+
+    name = "another_stream"
 
     def __init__(self, waits_first: bool) -> None:
-        super().__init__(name="another_stream")
         self.waits_first = waits_first
 
     def prepare(self, workload, device):
@@ -52,7 +54,8 @@ class OnAnotherStream(Tiled):
 
 @pytest.mark.parametrize("waits_first", [False, True])
 def test_another_stream_is_found_out(gpu, waits_first):
-    result = check_implementation(OnAnotherStream(waits_first), Workload.parse("B4,H8,L512,D64,bf16,causal"), gpu)
+    # quick to launch: all of it is queued before the spin of the first stream ends
+    result = check_implementation(OnAnotherStream(waits_first), Workload.parse(BLOG), gpu)
     assert not result.passed
 
 
@@ -74,7 +77,7 @@ def test_an_unwritten_row_is_found_out(gpu, row):
         return dataclasses.replace(result, out=fresh)
 
     result = check_implementation(Tiled(hooks={"output": hook}), Workload.parse("B2,H8,L256,D64,bf16,causal"), gpu)
-    assert not result.passed and "never written" in result.message
+    assert not result.passed  # what lies there may be NaN, or what an earlier step of the same call left
 
 
 @pytest.mark.parametrize("text", [PLAIN, FULL, HALF, GROUPED])

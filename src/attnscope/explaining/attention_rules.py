@@ -261,9 +261,9 @@ def _repeats(work: Work) -> bool:
     if work.inside("aten::repeat_interleave"):
         return True
     op = work.op
-    if op is None or op.name != "aten::copy_" or op.shapes is None or len(op.strides) < 2:
+    if op is None or op.name != "aten::copy_" or len(op.shapes or []) < 2 or len(op.strides) < 2:
         return False
-    shape, strides = op.shapes[1], op.strides[1]
+    shape, strides = (op.shapes or [])[1], op.strides[1]
     return len(shape) == 5 == len(strides) and shape[2] > 1 and strides[2] == 0
 
 

@@ -81,8 +81,9 @@ class Site:
 
     @property
     def kernels_per_call(self) -> float:
-        """Kernels and copies of a call; fills are left out, since cuBLAS and cuDNN add them."""
-        return sum(work.role != "fill" for work in self.works) / len(self.calls)
+        """Kernels and copies of a call; the runtime's fills are left out, since cuBLAS and cuDNN add them."""
+        counted = sum(work.event is None or work.event.kind != "memset" for work in self.works)
+        return counted / len(self.calls)
 
 
 def find_sites(sequences: Iterable[Sequence]) -> list[Site]:
@@ -216,7 +217,7 @@ def _product(sequence: Sequence, index: int, step: int, shape: list[int] | None,
         if work.role.startswith("softmax") or work.in_attention:
             break
         if work.role == "matmul":
-            fits = _fits(work, shape, after=step > 0)
+            fits = _fits(work, shape, after=step > 0, gradient=wanted > 1)
             if fits:
                 best, found = position, found + 1
                 if found == wanted:
@@ -235,8 +236,8 @@ def _is_batched(work: Work) -> bool:
     return any(op.name in BATCHED_OPS for op in work.ops)
 
 
-def _fits(work: Work, shape: list[int] | None, *, after: bool) -> bool:
-    """Whether a product makes, or takes, a matrix of the softmax's size."""
+def _fits(work: Work, shape: list[int] | None, *, after: bool, gradient: bool) -> bool:
+    """Whether a product makes (before the softmax) or takes (after it) a matrix of the softmax's size."""
     if work.replayed or not work.ops:
         return shape is None
     op = next((one for one in work.ops if one.name in BATCHED_OPS), None)
@@ -248,9 +249,12 @@ def _fits(work: Work, shape: list[int] | None, *, after: bool) -> bool:
     n, rows, inner, columns = sizes
     keys, total = shape[-1], count(shape)
     makes = n * rows * columns == total and keys in (rows, columns)
-    takes = n * rows * inner == total and keys in (rows, inner)
-    takes_second = n * inner * columns == total and keys in (inner, columns)
-    return (takes or takes_second or makes) if after else (makes or takes or takes_second)
+    takes = (n * rows * inner == total and keys in (rows, inner)) or (
+        n * inner * columns == total and keys in (inner, columns)
+    )
+    if gradient:
+        return makes or takes
+    return takes if after else makes
 
 
 def _outer(work: Work) -> Op | None:

@@ -101,12 +101,12 @@ class Container:
                 else:
                     self._line += buffer.count(b"\n", cut[0], cut[1])
                     buffer = buffer[cut[1] :]
+        line = self._line + buffer.count(b"\n")
         if self._rest is None:
             yield self._carefully(buffer)
         if self._rest is not None:
             self._read_tail(is_object)
         elif self.whole or self.damaged:
-            line = self._line + buffer.count(b"\n")
             self.problems.append(f"the file is cut off at line {line}: {self.whole:,} whole events were read")
         else:
             raise TraceError(

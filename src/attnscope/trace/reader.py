@@ -25,6 +25,7 @@ from attnscope.trace.events import DeviceEvent, DeviceProperties, Op, RuntimeCal
 START = attrgetter("start_ns")
 MODULE = "nn.Module: "
 MOST_NAME = 4096
+MOST_SIZE = 1 << 32  # of a grid or block
 MOST_DEPTH = 200  # of nesting; what is deeper belongs to the op at this depth
 MOST_US = 1e17  # of a time or duration: three thousand years
 # What the root of a trace says about versions; of the rest nothing is kept.
@@ -182,7 +183,8 @@ class _Collector:
 
     def add(self, events: list[RawEvent]) -> None:
         """Those of the events that are of a kind that counts."""
-        kinds, names, threads = self.kinds, self.names, self.threads
+        kinds, names, threads, keep = self.kinds, self.names, self.threads, self._keep
+        base = self.base_us
         for event in events:
             cat = event.cat
             if event.ph != "X" or not cat:
@@ -195,10 +197,15 @@ class _Collector:
             written = event.name
             if kind == "python" and not (written.__class__ is str and written.startswith(MODULE)):
                 continue
-            start, duration = self._ns(event.ts), self._duration(event.dur)
-            if start is None or duration is None:
+            ts, dur = event.ts, event.dur
+            if ts.__class__ is not float or dur.__class__ is not float:
+                ts, dur = _number(ts), _number(dur)
+            if ts is None or dur is None or not (-MOST_US < ts < MOST_US and 0 <= dur < MOST_US):
                 self.unplaced += 1
                 continue
+            if base is None:
+                base = self.base_us = math.floor(ts)
+            start, duration = round((ts - base) * 1000), round(dur * 1000)
             if start < self.earliest_ns:
                 self.earliest_ns = start
             lane = (event.pid, event.tid)
@@ -208,7 +215,7 @@ class _Collector:
             name = names.get(written)
             if name is None:
                 name = names[written] = str(written)[:MOST_NAME]
-            self._keep(kind, name, start, duration, thread, event.args)
+            keep(kind, name, start, duration, thread, event.args)
 
     def _keep(
         self, kind: str, name: str, start: int, duration: int, thread: tuple[str, str], args: msgspec.Raw
@@ -240,19 +247,6 @@ class _Collector:
                 event.start_ns += shift
         if self.unplaced:
             self.trace.problems.append(f"{self.unplaced} events without a usable time or duration are left out")
-
-    def _ns(self, value: int | float | str | None) -> int | None:
-        number = value if value.__class__ is float else _number(value)
-        if number is None or not -MOST_US < number < MOST_US:
-            return None
-        if self.base_us is None:
-            self.base_us = math.floor(number)
-        return round((number - self.base_us) * 1000)
-
-    @staticmethod
-    def _duration(value: int | float | str | None) -> int | None:
-        number = value if value.__class__ is float else _number(value)
-        return round(number * 1000) if number is not None and 0 <= number < MOST_US else None
 
 
 def _number(value: int | float | str | None) -> int | float | None:
@@ -326,7 +320,10 @@ def _device_event(
 
 def _usable(sizes: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
     """A grid or block; None where it is all zeros, as some AMD writers leave it, or no size at all."""
-    return sizes if sizes is not None and any(sizes) and all(0 <= n < 1 << 32 for n in sizes) else None
+    if sizes is None:
+        return None
+    x, y, z = sizes
+    return sizes if 0 <= x < MOST_SIZE and 0 <= y < MOST_SIZE and 0 <= z < MOST_SIZE and (x or y or z) else None
 
 
 def _sizes(value: object) -> tuple[int, int, int] | None:
