@@ -104,7 +104,7 @@ def safe_softmax(facts: TraceFacts) -> Finding | None:
 def masked_fill_copy(facts: TraceFacts) -> Finding | None:
     """An out-of-place masked_fill first copies all scores."""
     copies = [
-        work for site in facts.sites if site.first.how == "unfused"
+        work for site in facts.sites if site.first.how == "unfused" and site.first.direction == "forward"
         for work in site.works if work.role == "copy" and work.inside("aten::masked_fill")
     ]  # fmt: skip
     if not copies:

@@ -42,7 +42,8 @@ class CallSite:
     """Attention calls that are alike. ``name`` is the op, or what stands for it; ``module`` the path of nn.Modules.
 
     ``tflop_per_s`` counts useful FLOPs (causal: visible pairs; backward with the recomputation), ``peak_fraction`` is
-    its share of the card's data sheet (``peak_source``). ``inferred``: known by kernel names alone.
+    its share of the card's data sheet (``peak_source``). ``inferred``: known by kernel names alone. ``sizes`` are
+    (B·H, L, S, D), the same however heads are folded.
     """
 
     name: str
@@ -59,6 +60,7 @@ class CallSite:
     peak_fraction: float | None
     peak_source: str | None
     inferred: bool
+    sizes: tuple[int, int, int, int] | None = None
     kernels: tuple[str, ...] = ()
 
 

@@ -64,6 +64,13 @@ class Problem:
         return None not in (self.B, self.H, self.L, self.S, self.D)
 
     @property
+    def folded(self) -> tuple[int, int, int, int] | None:
+        """(B·H, L, S, D): the same whether heads are folded into the batch or not."""
+        if self.B is None or self.H is None or self.L is None or self.S is None or self.D is None:
+            return None
+        return self.B * self.H, self.L, self.S, self.D
+
+    @property
     def pairs(self) -> int | None:
         """Query-key pairs that the causal flag leaves (all, where it is unset or unknown), over all heads."""
         if not self.shaped:

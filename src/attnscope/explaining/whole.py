@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from attnscope.explaining.explanation import CallSite, Difference, Explanation, SiteChange
 from attnscope.explaining.peaks import Peaks, find_peaks
-from attnscope.explaining.shapes import UNSHAPED
 from attnscope.explaining.sites import Site, find_sites
 from attnscope.explaining.trace_rules import TraceFacts, find_in_trace
 from attnscope.explaining.window import card_name, make_window
@@ -57,6 +56,7 @@ def call_site(site: Site, peaks: Peaks | None) -> CallSite:
         peak_fraction=rate / peak if rate and peak else None,
         peak_source=peaks.source if peaks and rate and peak else None,
         inferred=first.inferred,
+        sizes=first.problem.folded,
         kernels=tuple(dict.fromkeys(work.name for work in first.works))[:KERNELS_NAMED],
     )
 
@@ -75,7 +75,7 @@ def peak_rate(site: Site, peaks: Peaks | None) -> float | None:
 
 
 def compare_traces(before: Explanation, after: Explanation) -> Difference:
-    """Call sites of two traces side by side: those of the same problem first, then what only one of them has."""
+    """Call sites of two traces side by side: those of the same place or problem, then what only one of them has."""
     changes: list[SiteChange] = []
     left = list(after.sites)
     for site in before.sites:
@@ -94,14 +94,9 @@ def _match(site: CallSite, others: Sequence[CallSite]) -> CallSite | None:
     """The same place, or the same problem: what ran there may have changed, so its name says nothing."""
     agreements: tuple[Callable[[CallSite], bool], ...] = (
         lambda one: (one.module, one.problem) == (site.module, site.problem),
-        lambda one: _sizes(one) is not None and _sizes(one) == _sizes(site),
+        lambda one: one.sizes is not None and one.sizes == site.sizes,
         lambda one: one.module is not None and one.module == site.module,
         lambda one: (one.name, one.implementation, one.problem) == (site.name, site.implementation, site.problem),
     )
     same = [one for one in others if one.direction == site.direction]
     return next((one for agrees in agreements for one in same if agrees(one)), None)
-
-
-def _sizes(site: CallSite) -> str | None:
-    """The problem without its mask: SDPA knows of one what unfused code does not show."""
-    return site.problem.split(",causal")[0].split(",mask")[0] if site.problem != UNSHAPED else None

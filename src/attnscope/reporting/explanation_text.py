@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from attnscope.explaining.explanation import CallSite, Difference, Explanation, Window
 from attnscope.records import Finding
@@ -25,7 +26,7 @@ def render_explanation(explanation: Explanation, *, top: int | None = None) -> s
     parts = [_title(explanation.trace), *_window(explanation.window)]
     for warning in explanation.warnings:
         parts += _row("careful", warning)
-    parts += ["", *_sites(explanation.sites)]
+    parts += ["", *_sites(explanation.sites, explanation.window.on_gpu)]
     parts += ["", *_findings(explanation.findings, explanation.window, top)]
     return "\n".join(parts) + "\n"
 
@@ -33,7 +34,7 @@ def render_explanation(explanation: Explanation, *, top: int | None = None) -> s
 def render_difference(difference: Difference) -> str:
     """Two traces: each call site before and after, and which findings went and came."""
     before, after = difference.before, difference.after
-    lines = [_title(f"{before.trace} -> {after.trace}")]
+    lines = [_title(" -> ".join(PurePath(one.trace).name for one in (before, after)))]
     lines += _row("GPU busy", f"{format_us(before.window.busy_us)} -> {format_us(after.window.busy_us)}")
     lines += _row("attention", f"{format_us(before.window.attention_us)} -> {format_us(after.window.attention_us)}")
     lines += ["", "Attention call sites, time of a call before -> after"]
@@ -89,11 +90,12 @@ def window_facts(window: Window) -> list[tuple[str, str]]:
     return facts
 
 
-def site_figures(site: CallSite) -> str:
+def site_figures(site: CallSite, on_gpu: bool = True) -> str:
     """A site's figures in one line."""
+    unit = "kernel" if on_gpu else "op"
     figures = [
         f"{site.calls:,} call{'s' if site.calls != 1 else ''}",
-        f"{significant(site.kernels_per_call)} kernel{'s' if site.kernels_per_call != 1 else ''} each",
+        f"{significant(site.kernels_per_call)} {unit}{'s' if site.kernels_per_call != 1 else ''} each",
         format_us(site.time_us),
     ]
     if site.tflop_per_s is not None:
@@ -122,7 +124,7 @@ def _window(window: Window) -> list[str]:
     return lines
 
 
-def _sites(sites: Iterable[CallSite]) -> list[str]:
+def _sites(sites: Iterable[CallSite], on_gpu: bool) -> list[str]:
     sites = list(sites)
     if not sites:
         return ["Attention call sites: none"]
@@ -131,7 +133,7 @@ def _sites(sites: Iterable[CallSite]) -> list[str]:
         inferred = ", inferred from kernel names" if site.inferred else ""
         backward = " backward" if site.direction == "backward" and "backward" not in site.name else ""
         lines.append("")
-        lines += _wrapped(f"{clean(site.implementation)}{backward}{inferred}: {site_figures(site)}", "  ")
+        lines += _wrapped(f"{clean(site.implementation)}{backward}{inferred}: {site_figures(site, on_gpu)}", "  ")
         lines += _wrapped(f"{clean(site.name)} [{clean(site.problem)}]", "    ")
         lines += _wrapped(f"in {clean(site.module)}", "    ") if site.module else []
     if len(sites) > SITES_SHOWN:
