@@ -17,6 +17,7 @@ import trace_builder as tb
 from attnscope.errors import TraceError
 from attnscope.explaining import explain_trace
 from attnscope.reporting.explanation_html import explanations_page
+from attnscope.reporting.explanation_json import explanations_json
 from attnscope.reporting.explanation_text import render_explanation
 from attnscope.trace import Trace, parse_trace, read_trace
 from attnscope.trace import container as container_module
@@ -190,6 +191,14 @@ def test_many_distinct_names_take_bounded_time() -> None:
     assert time.process_time() - start < 30 and explanation.window.kernels == 30_000
 
 
+def test_a_lone_surrogate_in_a_name_can_be_shown() -> None:
+    lone = json.dumps({"ph": "X", "cat": "kernel", "name": "flash_fwd_\ud800", "ts": 1, "dur": 9, "pid": 0, "tid": 7})
+    explanation = explain_trace(
+        parse_trace(f'{{"deviceProperties": [{{"name": "\\ud800"}}], "traceEvents": [{lone}]}}'.encode())
+    )
+    assert explanation.sites and explanations_json([explanation]).encode() and explanations_page([explanation]).encode()
+
+
 def test_html_in_names_stays_text() -> None:
     evil = "<script>alert(1)</script>\x1b[31m\u202e"
     b = TraceBuilder(tb.H200 | {"name": evil})
@@ -258,7 +267,8 @@ def survive(data: bytes) -> None:
     window = explanation.window
     assert 0 <= window.busy_us <= window.sum_us * (1 + 1e-9) + 1e-6
     assert window.attention_us + window.unattributed_us <= window.sum_us * (1 + 1e-9) + 1e-6
-    assert render_explanation(explanation) and explanations_page([explanation])
+    assert render_explanation(explanation).encode() and explanations_page([explanation]).encode()
+    assert json.loads(explanations_json([explanation]))
 
 
 def fuzz(seeds: range) -> None:

@@ -362,7 +362,7 @@ def test_a_replayed_graph_keeps_its_kernels_to_itself() -> None:
                 b.events[-1]["args"]["correlation"] = correlation
 
     explanation = explained(replay)
-    assert "4 kernels and copies were replayed by 1 graph launches" in finding(explanation, "graph-replay").sentence
+    assert "4 kernels and copies were replayed by 1 graph launch;" in finding(explanation, "graph-replay").sentence
     (site,) = explanation.sites
     assert site.inferred and site.name == "in a replayed graph"
     assert explanation.window.attention_us == explanation.window.inferred_us == pytest.approx(50)
@@ -489,3 +489,52 @@ def test_the_ids_are_those_that_the_rules_can_find() -> None:
 def test_an_empty_trace_says_so() -> None:
     explanation = explain_trace(parse_trace(b'{"traceEvents": []}'))
     assert not explanation.sites and not explanation.findings and explanation.window.span_us == 0
+
+
+def test_a_generated_softmax_between_products_with_shapes() -> None:
+    def build(b: TraceBuilder) -> None:
+        bmm(b, [128, 256, 64], [128, 64, 256])
+        b.kernel("triton_per_fused__softmax_masked_fill_mul_0", 90, launch="cuLaunchKernel")
+        bmm(b, [128, 256, 256], [128, 256, 64])
+
+    (site,) = explained(build).sites
+    assert (site.implementation, site.problem) == ("unfused, compiled", "B128,H1,L256,D64,bf16")
+
+
+def test_what_an_attention_op_copies_itself_is_no_copy_of_the_users() -> None:
+    def build(b: TraceBuilder) -> None:
+        with b.op("aten::_scaled_dot_product_flash_attention_backward", *[tb.Q] * 4):
+            copy(b, tb.Q[1])
+            for kernel in tb.FLASH_BACKWARD:
+                b.kernel(kernel, 50)
+        copy(b, tb.Q[1])
+
+    explanation = explained(build)
+    assert explanation.sites[0].direction == "backward" and "layout-copies" not in ids(explanation)
+
+
+def test_a_backward_s_masked_fill_is_not_the_users_either() -> None:
+    scores = [128, 256, 256]
+
+    def build(b: TraceBuilder) -> None:
+        for _ in range(2):
+            bmm(b, [128, 256, 64], [128, 64, 256])
+        with b.op("aten::_softmax_backward_data", ("bf16", scores), ("bf16", scores)):
+            b.kernel(tb.SOFTMAX.replace("forward", "backward"), 50)
+        with b.op("aten::masked_fill", ("bf16", scores)):
+            copy(b, scores)
+        for _ in range(2):
+            bmm(b, scores, [128, 256, 64])
+
+    explanation = explained(build)
+    (site,) = explanation.sites
+    assert (site.direction, site.problem, site.kernels_per_call) == ("backward", "B128,H1,L256,D64,bf16", 6)
+    assert "masked-fill-copy" not in ids(explanation)
+
+
+def test_the_python_exporter_s_misplaced_number_of_multiprocessors() -> None:
+    card = {"id": 0, "name": "NVIDIA H100", "computeMajor": 9, "computeMinor": 0, "maxThreadsPerMultiprocessor": 132}
+    b = TraceBuilder(card)
+    flash(b)
+    (device,) = b.trace().devices
+    assert (device.num_sms, device.max_threads_per_multiprocessor) == (132, None)

@@ -259,7 +259,7 @@ from attnscope.device import Device
 from attnscope.implementation import find, names
 from attnscope.workload import Workload
 devices = Device("cpu", "a processor"), Device("cuda", "NVIDIA H100", capability=(9, 0))
-for name in names():
+for name in (*names("all"), *names("ladder")):
     implementation = find(name)
     for device in devices:
         for direction in ("forward", "backward"):

@@ -7,7 +7,7 @@ import pytest
 
 import trace_builder as built
 from attnscope.trace import explain_name, read_trace
-from attnscope.trace.names import CUDA_CORE, FAMILY_RULES, MEMORY, TENSOR_CORE, UNIT_RULES, UNKNOWN
+from attnscope.trace.names import CUDA_CORE, FAMILY_RULES, MEMORY, TENSOR_CORE, UNIT_RULES, UNKNOWN, readable_name
 
 FOREIGN = Path(__file__).parents[2] / "shared" / "traces"
 
@@ -109,3 +109,34 @@ def test_names_cover_the_gpu_time_of_foreign_nvidia_traces(path: Path) -> None:
     for event in read_trace(path).device_events:
         time[explain_name(event.name).family is not None] += event.duration_ns
     assert time[True] >= 0.9 * time.total()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("_ZN7ck_tile6kentryILi1ENS_12Rmsnorm2dFwdINS_27Rmsnorm2dFwdPipelineOnePass", "ck_tile::kentry<Rmsnorm2dFwd…>"),
+        ("_Z7softmaxPf", "softmax"),
+        ("_ZN999x", "_ZN999x"),
+        ("_Z", "_Z"),
+        ("attn_fwd", "attn_fwd"),
+    ],
+)
+def test_mangled_names_read(name: str, shown: str) -> None:
+    assert readable_name(name) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "role"),
+    [
+        ("void aiter::fmha_fwd_hd128_bf16_causal", "aiter", "fused attention"),
+        ("_ZN7ck_tile6kentryILi2ENS_13FmhaFwdKernelINS", "composable kernel", "fused attention"),
+        ("void vllm::paged_attention_v1_kernel<float>", "serving attention", "fused attention"),
+        ("_attn_fwd", "triton attention", "fused attention"),
+        ("_attn_bwd_dkdv", "triton attention", "fused attention backward"),
+        ("void flash::compute_attn_ws<Ktraits>", "flash-attention 3", "fused attention"),
+        ("qk_int_sv_f16_accum_f32_attn_kernel", "sage attention", "fused attention"),
+    ],
+)
+def test_attention_kernels_of_serving_stacks(name: str, family: str, role: str) -> None:
+    meaning = explain_name(name)
+    assert (meaning.family, meaning.role) == (family, role)

@@ -173,9 +173,9 @@ def report(
     from attnscope.records import read_runs
 
     found = [run for path in runs for run in read_runs(path)]
-    _write_page(found, html or runs[0].with_name("report.html"), must=True)
     for run in found:
         _show(run, json=json, wide=wide)
+    _write_page(found, html or runs[0].with_name("report.html"), must=True)
 
 
 @app.command()
@@ -208,7 +208,7 @@ def faults(
 
 @records_app.command("add")
 def records_add(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="Records that compare wrote.")],
     folder: Annotated[Path, typer.Option(help="Where records are kept, one file per machine.")] = Path(
         "benchmarks/results"
     ),
@@ -253,6 +253,8 @@ def _interrupt(number: int, frame: object) -> None:
 def _plan(workloads: list[str] | None, *args: Any, **options: Any) -> Plan:
     from attnscope.comparing import make_plan
 
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that module:Class finds the user's own file, as `python -m` would
     implementations, mode, device, stages, out = args
     return make_plan(workloads or [], implementations, mode, device, stages, out=out, **options)
 
@@ -269,10 +271,10 @@ def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
         run = execute(plan, watcher)
     if plan.out is not None:
         write_run(run, plan.out / "run.jsonl")
-        _write_page([run], plan.out / "report.html", must=False)
     _show(run, json=json, wide=wide, profiles=profiles)
     if plan.out is not None:
         typer.echo(f"run: {plan.out / 'run.jsonl'}", err=True)
+        _write_page([run], plan.out / "report.html", must=False)
     if run.interrupted:
         typer.echo("interrupted: what was finished is above", err=True)
         raise typer.Exit(130)

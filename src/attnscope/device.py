@@ -232,13 +232,17 @@ def _cudnn_version() -> str | None:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout this package runs from; None for an installed package."""
+    """Commit of the checkout this package runs from; None for an installed package.
+
+    A copy without its history (on a lent machine, say) is told its commit by ATTNSCOPE_GIT_COMMIT.
+    """
     here = Path(__file__).resolve().parent
-    if not (here.parents[1] / ".git").exists():
-        return os.environ.get("ATTNSCOPE_GIT_COMMIT"), None
+    told = os.environ.get("ATTNSCOPE_GIT_COMMIT")
+    if told or not (here.parents[1] / ".git").exists():
+        return told, None
     try:
         ask = functools.partial(subprocess.run, cwd=here, capture_output=True, text=True, timeout=10)
-        commit = ask(["git", "rev-parse", "HEAD"]).stdout.strip() or None
+        commit = ask(["git", "rev-parse", "--verify", "--quiet", "HEAD"]).stdout.strip() or None
         return commit, bool(ask(["git", "status", "--porcelain"]).stdout.strip())
     except (OSError, subprocess.TimeoutExpired):
         return None, None

@@ -6,7 +6,7 @@ Each rule is a pure function from TraceFacts to at most one Finding. Imports nei
 from __future__ import annotations
 
 from attnscope.explaining.expected import short_name
-from attnscope.explaining.shapes import Problem, count, first_shape
+from attnscope.explaining.shapes import SIGNATURES, Problem, count, first_shape
 from attnscope.explaining.sites import FAST_PATH, AttentionCall
 from attnscope.explaining.trace_facts import (
     TraceFacts,
@@ -185,7 +185,7 @@ def _mask_kind(facts: TraceFacts, call: AttentionCall) -> str:
 def layout_copies(facts: TraceFacts) -> Finding | None:
     """Tensors are copied only to lie differently."""
     copies = [work for work in _operand_copies(facts) if is_cast(work) is None and not _repeats(work)]
-    copies = [w for w in copies if not w.inside("aten::masked_fill") and _changes_layout(w)]
+    copies = [w for w in copies if not w.inside("aten::masked_fill") and _changes_layout(w) and not _own(w)]
     if not copies:
         return None
     return Finding(
@@ -200,6 +200,11 @@ def layout_copies(facts: TraceFacts) -> Finding | None:
     )
 
 
+def _own(work: Work) -> bool:
+    """Whether an attention op makes the copy itself, where no line of the user's code can leave it out."""
+    return work.in_attention and work.inside(*SIGNATURES)
+
+
 def _changes_layout(work: Work) -> bool:
     return work.inside("aten::contiguous", "aten::clone", "aten::reshape", "aten::flatten")
 
@@ -209,7 +214,7 @@ def _operand_copies(facts: TraceFacts) -> list[Work]:
     found: dict[Work, None] = {}
     for site in facts.sites:
         problem = site.first.problem
-        sizes = _operand_sizes(problem)
+        sizes = _operand_sizes(problem) if site.first.direction == "forward" else set()
         for call in site.calls:
             for work in call.works:
                 if work.role == "copy":

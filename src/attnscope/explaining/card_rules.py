@@ -15,7 +15,7 @@ from attnscope.explaining.shapes import product_sizes, tensor_dtypes
 from attnscope.explaining.trace_facts import FUSED_SHARE_OF_PEAK, TraceFacts, evidence, total
 from attnscope.explaining.works import MATMUL_OPS, Work
 from attnscope.records import Finding
-from attnscope.trace.names import CUDA_CORE, TENSOR_CORE
+from attnscope.trace.names import CUDA_CORE, TENSOR_CORE, readable_name
 from attnscope.units import format_us, significant
 
 MISALIGNED = re.compile(r"_align[12]\b|_align[12]>")
@@ -74,7 +74,7 @@ def tf32_off(facts: TraceFacts) -> Finding | None:
     return Finding(
         id="tf32-off",
         sentence="Products of fp32 matrices run on CUDA cores, since TF32 is off; the tensor cores stay idle.",
-        evidence=(*evidence(slow), f"{short_name(slow[0].name)}: {slow[0].meaning.unit_rule}"),
+        evidence=(*evidence(slow), f"{short_name(readable_name(slow[0].name))}: {slow[0].meaning.unit_rule}"),
         saving_us=saving,
         arithmetic=arithmetic,
         remedy='torch.set_float32_matmul_precision("high")  # TF32: about three decimal digits in the products',
@@ -100,7 +100,7 @@ def matmul_off_tensor_cores(facts: TraceFacts) -> Finding | None:
     return Finding(
         id="matmul-off-tensor-cores",
         sentence="Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle.",
-        evidence=(*evidence(slow), f"{short_name(slow[0].name)}: {slow[0].meaning.unit_rule}"),
+        evidence=(*evidence(slow), f"{short_name(readable_name(slow[0].name))}: {slow[0].meaning.unit_rule}"),
         arithmetic=f"not estimated; the time at stake is {format_us(total(slow))}",
         remedy=remedy,
         confidence="medium",
@@ -194,7 +194,8 @@ def occupancy_estimator(facts: TraceFacts) -> Finding | None:
         real = occupancy_percent(event, facts.trace.device(event.device))
         if real:
             shared = (event.shared_memory_bytes or 0) / 1024
-            line = f"{short_name(work.name)}: {shared:.0f} KiB, {significant(real)} % recomputed with the opt-in limit"
+            name = short_name(readable_name(work.name))
+            line = f"{name}: {shared:.0f} KiB, {significant(real)} % recomputed with the opt-in limit"
             lines[line] = lines.get(line, 0.0) + work.us
     if not lines:
         return None

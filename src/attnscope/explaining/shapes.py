@@ -120,15 +120,16 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 def problem_of(op: Op) -> Problem | None:
     """The problem of an attention op; None where the signature is not known or no shapes were recorded."""
     signature = SIGNATURES.get(op.name)
-    shapes = op.shapes
-    if signature is None or shapes is None or len(shapes) < signature.q + 3:
+    if signature is None:
+        return None
+    shapes, dtypes, values = op.arguments
+    if shapes is None or len(shapes) < signature.q + 3:
         return None
     q, k, v = (_four(shape) for shape in shapes[signature.q : signature.q + 3])
     if q is None or k is None or v is None:
         return None
     if signature.blhd:
         q, k, v = (_swapped(one) for one in (q, k, v))
-    dtypes, values = op.dtypes, op.values
     mask = None
     if signature.mask is not None and signature.mask < len(shapes) and shapes[signature.mask]:
         sizes = shapes[signature.mask]

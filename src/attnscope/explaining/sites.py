@@ -20,7 +20,7 @@ from attnscope.trace.events import Op
 ATTENTION_OP = re.compile(
     r"scaled_dot_product_|_flash_attention_|_efficient_attention_|_cudnn_attention_|efficient_attention_(forward|"
     r"backward)|flex_attention|flash_attn|FlashAttn|unified_attention|xformers\S*attention|aiter\S*(mha|attn|attention)|"
-    r"_native_multi_head_attention|natten"
+    r"_native_multi_head_attention|natten|_vllm_fa\d_C|flashinfer|paged_attention|sageattn"
 )
 NOT_ATTENTION_OP = "_fused_sdp_choice"
 FAST_PATH = "aten::_native_multi_head_attention"
@@ -277,7 +277,7 @@ def _unfused(
     works: list[Work], softmax: Work, shape: list[int] | None, before: list[Work], backward: bool
 ) -> AttentionCall:
     products = [work for work in works if work.role == "matmul"]
-    replayed = softmax.replayed or not softmax.ops
+    replayed = softmax.replayed
     compiled = softmax.name.startswith("triton_")
     name = "product, softmax, product"
     implementation = "unfused"
@@ -292,7 +292,7 @@ def _unfused(
     problem = Problem() if replayed else _unfused_problem(before, products, shape, softmax, backward)
     return AttentionCall(
         "unfused", name, "backward" if backward else "forward", implementation, works, problem, softmax.module,
-        inferred=replayed or shape is None,
+        inferred=replayed or not problem.shaped,
     )  # fmt: skip
 
 
@@ -303,6 +303,11 @@ def _unfused_problem(
     last = next((o for w in reversed(products) for o in w.ops if o.name in BATCHED_OPS), None)
     sizes = product_sizes(op) if op is not None else None
     dtype = next(iter(tensor_dtypes(op)), None)
+    value_sizes = product_sizes(last) if last is not None else None
+    if shape is None and sizes is not None and value_sizes is not None and not backward:
+        n, rows, _, columns = sizes
+        if value_sizes[:3] == (n, rows, columns):
+            shape = [n, rows, columns]  # a generated softmax has no shapes, but the products around it have
     if sizes is None or shape is None or backward:
         known = Problem(dtype=dtype)
         if shape is not None and len(shape) >= 3 and sizes is not None:
@@ -315,7 +320,6 @@ def _unfused_problem(
         return known
     n, rows, inner, columns = sizes
     B, H = _batch_and_heads(shape, n)
-    value_sizes = product_sizes(last) if last is not None else None
     problem = Problem(B, H, H, rows, columns, inner, value_sizes[3] if value_sizes else None, dtype=dtype)
     return replace(problem, L=columns, S=rows) if shape[-1] == rows != columns else problem
 

@@ -18,6 +18,7 @@ from attnscope.explaining.sites import AttentionCall, Site
 from attnscope.explaining.works import Sequence, Work
 from attnscope.records import Finding
 from attnscope.trace.events import DeviceProperties, Trace
+from attnscope.trace.names import readable_name
 from attnscope.units import format_us, significant
 
 FUSED_SHARE_OF_PEAK = 0.5  # what a good fused kernel reaches of the data sheet's rate, for estimates
@@ -116,6 +117,8 @@ class TraceFacts:
         if not parts:
             missing = "the shapes" if self.peaks else "this card's rates"
             return None, f"not estimated: {missing} are not known"
+        if not saving:
+            return None, "none: a fused call at half of the data sheet's rate would take as long"
         return saving, (
             f"{'; '.join(parts[:3])}{'; …' if len(parts) > 3 else ''}: a fused call at "
             f"{100 * FUSED_SHARE_OF_PEAK:.0f} % of the data sheet's rate, at least its traffic, its exponentials and "
@@ -138,7 +141,8 @@ def evidence(works: Iterable[Work]) -> tuple[str, ...]:
         groups.setdefault((work.name, work.ops[0].name if work.ops and not work.replayed else None), []).append(work)
     ordered = sorted(groups.items(), key=lambda item: -total(item[1]))
     lines = [
-        f"{len(ones)} × {short_name(name)}: {format_us(total(ones))}" + (f" in {op}" if op and op != name else "")
+        f"{len(ones)} × {short_name(readable_name(name))}: {format_us(total(ones))}"
+        + (f" in {op}" if op and op != name else "")
         for (name, op), ones in ordered[:EVIDENCE_LINES]
     ]
     rest = [work for _, ones in ordered[EVIDENCE_LINES:] for work in ones]

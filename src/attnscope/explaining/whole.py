@@ -14,6 +14,7 @@ from attnscope.explaining.trace_rules import TraceFacts, find_in_trace
 from attnscope.explaining.window import card_name, make_window
 from attnscope.explaining.works import all_work
 from attnscope.trace.events import Trace
+from attnscope.trace.names import readable_name
 from attnscope.units import median
 
 ENVIRONMENT = (
@@ -57,7 +58,7 @@ def call_site(site: Site, peaks: Peaks | None) -> CallSite:
         peak_source=peaks.source if peaks and rate and peak else None,
         inferred=first.inferred,
         sizes=first.problem.folded,
-        kernels=tuple(dict.fromkeys(work.name for work in first.works))[:KERNELS_NAMED],
+        kernels=tuple(dict.fromkeys(readable_name(work.name) for work in first.works))[:KERNELS_NAMED],
     )
 
 

@@ -5,6 +5,7 @@ Reads a Trace and its work, writes Window. Pure; imports neither torch nor an im
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -39,9 +40,9 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
         kernels=kinds.count("kernel"),
         copies=kinds.count("memcpy"),
         fills=kinds.count("memset"),
-        launches=sum(bool(KERNEL_LAUNCH.search(call.name)) for call in trace.runtime_calls),
+        launches=sum(_launches_kernel(call.name) for call in trace.runtime_calls),
         ops=sum(not op.is_annotation for op in trace.ops),
-        steps=sum(op.name.startswith(STEP_NAME) for op in trace.ops),
+        steps=sum(op.is_annotation and op.name.startswith(STEP_NAME) for op in trace.ops),
         attention_us=sum(work.us for work in attention),
         inferred_us=sum(work.us for work in attention if not work.attributed),
         unattributed_us=sum(work.us for work in unattributed),
@@ -83,13 +84,18 @@ def launched_before(trace: Trace) -> list[DeviceEvent]:
     return [event for event in trace.device_events if event.launch is None]
 
 
+@functools.lru_cache(maxsize=1024)
+def _launches_kernel(name: str) -> bool:
+    return KERNEL_LAUNCH.search(name) is not None
+
+
 def lost_launches(trace: Trace) -> int:
     """Launches of kernels that no kernel answers."""
     answered = {event.correlation for event in trace.device_events}
     return sum(
         1
         for call in trace.runtime_calls
-        if call.correlation and call.correlation not in answered and KERNEL_LAUNCH.search(call.name)
+        if call.correlation and call.correlation not in answered and _launches_kernel(call.name)
     )
 
 
@@ -144,9 +150,8 @@ def _lost(trace: Trace) -> tuple[str, ...]:
     graphs = graph_launches(trace)
     if graphs:
         replayed = sum(event.replayed for event in trace.device_events)
-        said.append(
-            f"{replayed:,} device events were replayed by {graphs} graph launches: which op each was for is lost"
-        )
+        launches = f"{graphs} graph launch{'es' if graphs != 1 else ''}"
+        said.append(f"{replayed:,} device events were replayed by {launches}: which op each was for is lost")
     if not trace.device_events and trace.runtime_calls:
         said.append("the trace holds CUDA or HIP calls and no kernel: the GPU's records are missing, not idle")
     if trace.device_events and not trace.ops:

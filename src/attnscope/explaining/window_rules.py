@@ -150,9 +150,11 @@ def graph_replay(facts: TraceFacts) -> Finding | None:
     works = [work for work in facts.works if work.replayed]
     if not works:
         return None
+    graphs = graph_launches(facts.trace)
     return Finding(
         id="graph-replay",
-        sentence=f"{len(works):,} kernels and copies were replayed by {graph_launches(facts.trace)} graph launches; "
+        sentence=f"{len(works):,} kernels and copies were replayed by {graphs} graph "
+        f"launch{'es' if graphs != 1 else ''}; "
         "which op each was for is not in the trace, so attention in them is known by kernel names only.",
         evidence=(f"{format_us(total(works))} of {format_us(facts.window.sum_us)} GPU time", *evidence(works)[:3]),
         remedy="profile the same step once without graphs to see the ops",

@@ -17,6 +17,7 @@ from attnscope.trace.names import UNKNOWN, Meaning, explain_name
 
 MOST_NAMES = 20_000  # of kernels that are looked at; a trace has some hundred
 NOT_LOOKED_AT = Meaning(None, None, None, None, None, UNKNOWN, "the trace holds too many names to look at each")
+MODULES_SHOWN = 3  # of the path to a call, the innermost
 MATMUL_OPS = frozenset(
     "aten::" + name
     for name in ("bmm", "baddbmm", "mm", "addmm", "matmul", "einsum", "linear", "_scaled_mm", "bmm_out", "baddbmm_")
@@ -132,10 +133,18 @@ def role_of(event: DeviceEvent, meaning: Meaning, ops: tuple[Op, ...]) -> str:
 
 
 def _around(op: Op) -> tuple[tuple[Op, ...], str | None]:
-    chain = tuple(op.ancestors())
-    modules = [re.sub(r"_\d+$", "", one.name) for one in chain if one.is_module]
-    path = ".".join(list(dict.fromkeys(reversed(modules)))[-3:]) or None
-    return tuple(one for one in chain if not one.is_annotation), path
+    """The ops around, innermost first, and the path of modules without their numbers."""
+    ops: list[Op] = []
+    modules: list[str] = []
+    around: Op | None = op
+    while around is not None:
+        if not around.is_annotation:
+            ops.append(around)
+        elif around.is_module:
+            modules.append(re.sub(r"_\d+$", "", around.name))
+        around = around.parent
+    path = ".".join(list(dict.fromkeys(reversed(modules)))[-MODULES_SHOWN:]) if modules else None
+    return tuple(ops), path
 
 
 def _cpu_work(trace: Trace) -> list[Sequence]:

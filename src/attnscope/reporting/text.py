@@ -160,8 +160,8 @@ def _time_cell(result: Result, direction: str) -> str:
 
 
 def _joined(cells: list[str]) -> str:
-    """``forward / backward``, or one sign where both are missing."""
-    return MISSING if all(cell == MISSING for cell in cells) else " / ".join(cells)
+    """``forward/backward``, or one sign where both are missing."""
+    return MISSING if all(cell == MISSING for cell in cells) else "/".join(cells)
 
 
 def _wide_tables(run: Run, results: list[Result]) -> list[RenderableType]:

@@ -155,7 +155,7 @@ def display_name(result: Result) -> str:
 
 
 def status_word(result: Result) -> str:
-    """ok, ok loose ×2.3, approx. ×12, wrong, failed, skipped."""
+    """ok, loose ×2.3, approx. ×12, wrong, failed, skipped."""
     if result.status == "check_failed":
         return "wrong"
     if result.status not in MEASURED_STATUSES or result.check is None:
@@ -164,7 +164,7 @@ def status_word(result: Result) -> str:
     times = f" ×{significant(factor, 2)}" if factor is not None and math.isfinite(factor) else ""
     if result.status == "approximate" or result.check.grade == "approximate":
         return f"approx.{times}"
-    return f"ok loose{times}" if result.check.grade == "loose" else "ok"
+    return f"loose{times}" if result.check.grade == "loose" else "ok"
 
 
 def error_ratio(tensor: TensorCheck) -> float | None:

@@ -232,7 +232,11 @@ class Container:
         except (ValueError, RecursionError):
             self.problems.append("what stands around the events is damaged, so the card may be missing")
             return
-        self.meta |= {key: value for key, value in found.items() if key != "traceEvents"}
+        try:
+            self.meta |= {key: _finite(value) for key, value in found.items() if key != "traceEvents"}
+        except RecursionError:
+            self.problems.append("what stands around the events is nested too deep, so the card may be missing")
+            return
         if _holds_environment(self.meta):
             self.environment = True
 
@@ -272,8 +276,8 @@ def _last_boundary(buffer: bytes) -> tuple[int, int] | None:
 def _event_of(found: dict[str, Any]) -> RawEvent:
     """An event whose values may be of any kind."""
     plain = {
-        key: found[key] if isinstance(found.get(key), int | float | str) and key in found else None
-        for key in ("name", "pid", "tid", "ts", "dur")
+        key: _text(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
+        for key, value in ((key, found.get(key)) for key in ("name", "pid", "tid", "ts", "dur"))
     }
     args = found.get("args")
     try:
@@ -286,10 +290,17 @@ def _event_of(found: dict[str, Any]) -> RawEvent:
     )
 
 
+def _text(value: str) -> str:
+    """The same without halves of surrogate pairs, which no file can hold."""
+    return value.encode("utf-8", "replace").decode()
+
+
 def _finite(value: Any) -> Any:
-    """The same without NaN and infinities, which are no JSON."""
+    """The same without NaN, infinities and broken text, which are no JSON."""
     if isinstance(value, dict):
-        return {str(key): _finite(one) for key, one in value.items()}
+        return {_text(str(key)): _finite(one) for key, one in value.items()}
+    if isinstance(value, str):
+        return _text(value)
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -70,17 +70,20 @@ class Op(Interval, kw_only=True, eq=False):
         return decode_args(self.raw_args)
 
     @property
+    def arguments(self) -> tuple[list[list[int]] | None, list[str], list[str]]:
+        """Shapes, dtypes and values as below, decoded once."""
+        args = self.args
+        return _shapes(args), _texts(args, "Input type"), _texts(args, "Concrete Inputs")
+
+    @property
     def shapes(self) -> list[list[int]] | None:
         """Input shapes in argument order ([] for what is no tensor); None where the trace recorded none."""
-        args = self.args
-        found = args.get("Input Dims", args.get("Input dims"))
-        return [_shape(one) for one in found] if isinstance(found, list) else None
+        return _shapes(self.args)
 
     @property
     def dtypes(self) -> list[str]:
         """Input types in argument order, as torch spells them (``c10::BFloat16``, ``float``, ``Scalar``)."""
-        found = self.args.get("Input type")
-        return [str(t) for t in found] if isinstance(found, list) else []
+        return _texts(self.args, "Input type")
 
     @property
     def strides(self) -> list[list[int]]:
@@ -91,8 +94,7 @@ class Op(Interval, kw_only=True, eq=False):
     @property
     def values(self) -> list[str]:
         """Scalar arguments as text in argument order. Never evaluate them."""
-        found = self.args.get("Concrete Inputs")
-        return [str(v) for v in found] if isinstance(found, list) else []
+        return _texts(self.args, "Concrete Inputs")
 
 
 class RuntimeCall(Interval, kw_only=True, eq=False):
@@ -243,6 +245,16 @@ def decode_args(raw: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _shapes(args: dict[str, Any]) -> list[list[int]] | None:
+    found = args.get("Input Dims", args.get("Input dims"))
+    return [_shape(one) for one in found] if isinstance(found, list) else None
+
+
+def _texts(args: dict[str, Any], key: str) -> list[str]:
+    found = args.get(key)
+    return [str(one) for one in found] if isinstance(found, list) else []
 
 
 def _shape(value: object) -> list[Any]:

@@ -10,6 +10,7 @@ import functools
 import re
 from dataclasses import dataclass
 
+MOST_LOOKED_AT = 1024  # characters of a name; what it says stands at its beginning
 TENSOR_CORE, CUDA_CORE, MEMORY, UNKNOWN = "tensor core", "CUDA core", "memory", "unknown"
 UNKNOWN_RULE = "no rule knows this name; Nsight Compute (ncu) can tell"
 
@@ -84,7 +85,16 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"ck_tile.*[Ff]mha", "composable kernel", "fused attention"),
     FamilyRule(r"triton_tem_fused.*flex_attention_backward", "inductor flex attention", "fused attention backward"),
     FamilyRule(r"triton_tem_fused.*flex_attention", "inductor flex attention", "fused attention"),
-    FamilyRule(r"unified_attention|paged_attention|BatchPrefill|BatchDecode", "serving attention", "fused attention"),
+    FamilyRule(r"unified_attention|paged_attention|BatchPrefill|BatchDecode|BatchMLAPaged|mla_decode|merge_attn_states",
+               "serving attention", "fused attention"),
+    FamilyRule(r"aiter\S{0,40}fmha_bwd|^_?fmha_bwd", "aiter", "fused attention backward"),
+    FamilyRule(r"aiter\S{0,40}(fmha_fwd|mla_|pa_fwd)|^_?fmha_fwd", "aiter", "fused attention"),
+    FamilyRule(r"compute_attn_ws", "flash-attention 3", "fused attention", TENSOR_CORE,
+               "FlashAttention-3 multiplies with wgmma"),
+    FamilyRule(r"fmhaSm\d+|fmha_sm\d+", "serving attention", "fused attention"),
+    FamilyRule(r"^(void )?qk_int\d*_sv_", "sage attention", "fused attention"),
+    FamilyRule(r"^_attn_bwd", "triton attention", "fused attention backward"),
+    FamilyRule(r"^_attn_fwd", "triton attention", "fused attention"),
     # matrix products
     FamilyRule(r"^nvjet", "cublas (nvjet)", "matmul"),
     FamilyRule(r"splitKreduce", "cublas", "reduction", MEMORY, "it only adds up partial results"),
@@ -184,6 +194,7 @@ _TILES = (
 @functools.lru_cache(maxsize=4096)
 def explain_name(name: str) -> Meaning:
     """What a kernel's name says, with the rule that decided its unit."""
+    name = name[:MOST_LOOKED_AT]
     rule = next((r for r in FAMILY_RULES if re.search(r.pattern, name)), None)
     if rule is None:
         return Meaning(None, None, None, None, None, UNKNOWN, UNKNOWN_RULE)
@@ -229,3 +240,38 @@ def _architecture(name: str) -> str | None:
         return f"gfx{match.group(1)}"
     match = re.match(r"_?(?:5x_cudnn_)?(volta|turing|ampere|hopper|blackwell)_", name)
     return _GENERATIONS[match.group(1)] if match else None
+
+
+def readable_name(name: str) -> str:
+    """What a person wants to see of a name; one of no such kind is itself.
+
+    Of a mangled C++ name namespaces and function, with the first named template argument; of a CUTLASS wrapper the
+    kernel that it wraps.
+    """
+    wrapped = re.match(r"(?:void )?cutlass\w*::Kernel2?<(\w+)>", name)
+    if wrapped is not None:
+        return wrapped.group(1)
+    start = re.match(r"_ZN?[KVr]*", name)
+    if start is None or not name.startswith("_Z"):
+        return name
+    parts, position = [], start.end()
+    while (part := _length_prefixed(name, position)) is not None:
+        parts.append(part[0])
+        position = part[1]
+    if not parts:
+        return name
+    argument = ""
+    if name[position : position + 1] == "I":
+        found = re.search(r"(?<=[A-Z_])\d{1,3}(?=[A-Za-z_]{3})", name[position : position + MOST_LOOKED_AT])
+        inner = _length_prefixed(name, position + found.start()) if found else None
+        argument = f"<{inner[0]}…>" if inner else "<…>"
+    return "::".join(parts) + argument
+
+
+def _length_prefixed(name: str, position: int) -> tuple[str, int] | None:
+    """The identifier that stands there behind its length, and where it ends."""
+    digits = re.compile(r"\d{1,3}").match(name, position)
+    if digits is None or not 0 < int(digits.group()) <= len(name) - digits.end():
+        return None
+    end = digits.end() + int(digits.group())
+    return name[digits.end() : end], end

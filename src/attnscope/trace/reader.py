@@ -25,6 +25,7 @@ from attnscope.trace.events import DeviceEvent, DeviceProperties, Op, RuntimeCal
 START = attrgetter("start_ns")
 MODULE = "nn.Module: "
 MOST_NAME = 4096
+FEWEST_THREADS = 1024  # that a multiprocessor of any card holds
 MOST_SIZE = 1 << 32  # of a grid or block
 MOST_DEPTH = 200  # of nesting; what is deeper belongs to the op at this depth
 MOST_US = 1e17  # of a time or duration: three thousand years
@@ -158,9 +159,13 @@ def _device_properties(found: object) -> list[DeviceProperties]:
     devices = []
     for one in found if isinstance(found, list) else []:
         try:
-            devices.append(msgspec.convert(one, DeviceProperties))
+            device = msgspec.convert(one, DeviceProperties)
         except msgspec.ValidationError:
             continue
+        if device.num_sms is None and 0 < (device.max_threads_per_multiprocessor or 0) < FEWEST_THREADS:
+            # torch's Python exporter puts the number of multiprocessors here
+            device.num_sms, device.max_threads_per_multiprocessor = device.max_threads_per_multiprocessor, None
+        devices.append(device)
     return devices
 
 
@@ -339,26 +344,33 @@ def _percent(value: object) -> float | None:
 def _nest(ops: list[Op], calls: list[RuntimeCall]) -> None:
     """Give every op the op around it and every runtime call its op, thread by thread, by one sweep over starts."""
     threads: dict[tuple[str, str], list[Op | RuntimeCall]] = {}
-    events: list[Op | RuntimeCall] = [*ops, *calls]
-    for event in events:
-        threads.setdefault(event.thread, []).append(event)
+    everything: list[Op | RuntimeCall] = [*ops, *calls]
+    for event in everything:
+        found = threads.get(event.thread)
+        if found is None:
+            found = threads[event.thread] = []
+        found.append(event)
     for events in threads.values():
         events.sort(key=START)  # stable: at equal starts the longer op stays outside, and ops outside runtime calls
         stack: list[Op] = []
+        ends: list[int] = []
         for event in events:
-            end = event.start_ns + (event.duration_ns or 1)
-            while stack and stack[-1].start_ns + stack[-1].duration_ns < end:
+            start, duration = event.start_ns, event.duration_ns
+            end = start + (duration or 1)
+            while ends and ends[-1] < end:
+                ends.pop()
                 stack.pop()
-            around = stack[-1] if stack else None
-            if isinstance(event, RuntimeCall):
-                event.op = around
+            if event.__class__ is RuntimeCall:
+                event.op = stack[-1] if stack else None
                 continue
-            if around is not None:
-                event.parent = around
-                around.children_ns += event.duration_ns
-                around.children.append(event)
+            op: Op = event  # type: ignore[assignment]
+            if stack:
+                around = op.parent = stack[-1]
+                around.children_ns += duration
+                around.children.append(op)
             if len(stack) < MOST_DEPTH:
-                stack.append(event)
+                stack.append(op)
+                ends.append(start + duration)
 
 
 def _link(trace: Trace) -> None:
