@@ -13,8 +13,10 @@ test: lint unit
 lint: venv
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
+# One thread a process and a process a core: small tensors gain nothing from more. What measures time runs alone.
 unit: venv
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not serial" -n logical --dist worksteal
+	$(BIN)/pytest -m "serial and not gpu"
 
 venv: $(VENV)/.installed
 # Built anew when what it is built from changed; otherwise this does nothing.

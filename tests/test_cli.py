@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from attnscope import demo
+
 TINY = "B1,H2,L32,D16,fp32,causal"
 
 
@@ -53,7 +55,7 @@ def test_help_is_quick():
         (["compare", TINY, "--mode", "up"], "mode must be"),
         (["compare", "B4096,H128,L65536,D128,fp32", "--device", "cpu", "--implementations", "sdpa_math"], "needs"),
         (["compare", TINY, "--nonsense"], "No such option"),
-        (["profile", TINY, "--active", "0"], "--active must be at least 1"),
+        (["profile", TINY, "--active", "0"], "active must be a whole number from 1"),
         (["report", "no-such-file.jsonl"], "cannot read no-such-file.jsonl"),
         (["frobnicate"], "No such command"),
     ],
@@ -151,9 +153,28 @@ def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code != 0
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert "sdpa_math" in out, "what was measured is shown before it is written"
     assert "No space left on device" in error
     assert "hint:" in error
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_results_that_cannot_be_written_are_a_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "attnscope", "list"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert "cannot go on: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_several_runs_are_one_json_document(tmp_path):
+    record = demo.FOLDER / "run.jsonl"
+    done = attnscope("report", str(record), "--json", "--html", str(tmp_path / "report.html"))
+    documents = json.loads(done.stdout)
+    assert [document["schema_version"] for document in documents] == [1] * len(demo.runs())
 
 
 def test_list_works_and_fits_80_columns():

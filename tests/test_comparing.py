@@ -230,3 +230,40 @@ def test_defaults_follow_the_device():
     plan = Plan((), ("good",))
     assert plan.workloads == ()
     assert comparing.CPU_DEFAULT == ("blog-small", "gpt2-small")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"active": 0}, "active must be a whole number from 1"),
+        ({"seed": 2**64}, "seed must be a whole number from 0"),
+        ({"seed": -1}, "seed must be"),
+        ({"time_limit_s": -1.0}, "time_limit_s must be a number from"),
+        ({"sustained_s": float("nan")}, "sustained_s must be a number from 0"),
+    ],
+)
+def test_settings_out_of_range_are_sentences(settings, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        attnscope.compare(TINY, device="cpu", **settings)
+
+
+@pytest.mark.slow
+def test_the_python_api_writes_what_the_command_line_writes(tmp_path):
+    options = {"implementations": bad("Good"), "device": "cpu", "mode": "forward", "quick": True}
+    run = attnscope.compare(TINY, out=tmp_path / "out", active=2, **options)
+    assert read_runs(tmp_path / "out" / "run.jsonl") == [run]
+    assert (tmp_path / "out" / "report.html").exists()
+    assert run.quick and run.results[0].profiles[0].steps == 2
+    assert run.results[0].forward.sustained_ms_median is None, "a quick run has no sustained blocks"
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_backward_is_measured_keeps_the_forward_times():
+    def watcher(step):
+        if "backward" in step.what and "good" in step.what:
+            raise KeyboardInterrupt
+
+    run = execute(make_plan([TINY], bad("Good"), "both", "cpu", ("measure",), quick=True), watcher)
+    assert run.interrupted
+    assert run.results[0].forward is not None
+    assert run.results[0].backward is None

@@ -317,3 +317,12 @@ def test_the_same_seed_gives_the_same_numbers_on_a_gpu(gpu, kind):
     w = Workload.parse(EVERYTHING)
     one, other = (make_inputs(w, gpu, seed=3, kind=kind) for _ in range(2))
     assert same(one, other) and one.q.is_cuda
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+def test_a_tensor_that_does_not_fit_its_workload_is_a_sentence(name):
+    """k and v of different S, say."""
+    inputs = made("B2,H4/2,L8,S12,D16,Dv8,fp32")
+    short = getattr(inputs, name)[:, :, :-1]
+    with pytest.raises(WorkloadError, match=rf"{name} must have shape .* got \(2, "):
+        dataclasses.replace(inputs, **{name: short})

@@ -136,7 +136,9 @@ def profile(
     implementations: Implementations = "all",
     mode: Mode = "both",
     device: DeviceOption = None,
-    active: Annotated[int, typer.Option(help="Profiled steps, after 3 warm calls, wait 1 and warm-up 1.")] = 3,
+    wait: Annotated[int, typer.Option(help="Steps that the profiler skips, after 3 warm calls.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Steps that it runs through without recording.")] = 1,
+    active: Annotated[int, typer.Option(help="Steps that it records.")] = 3,
     compile: Annotated[bool, typer.Option("--compile", help="Profile torch.compile of each call.")] = False,
     seed: Seed = 0,
     out: Out = None,
@@ -144,11 +146,9 @@ def profile(
     time_limit: TimeLimit = None,
 ) -> None:
     """Check, then profile what passed: a Chrome trace and a 15-row table each, explained."""
-    if active < 1:
-        _fail_usage(f"--active must be at least 1, got {active}")
     plan = _plan(
         workloads, implementations, mode, device, ("profile",), _default_out(out),
-        seed=seed, active=active, compile=compile, time_limit_s=time_limit,
+        seed=seed, wait=wait, warmup=warmup, active=active, compile=compile, time_limit_s=time_limit,
     )  # fmt: skip
     _run(plan, json=json, wide=False, profiles=True)
 
@@ -173,8 +173,14 @@ def report(
     from attnscope.records import read_runs
 
     found = [run for path in runs for run in read_runs(path)]
-    for run in found:
-        _show(run, json=json, wide=wide)
+    if json:
+        from attnscope.reporting.document import run_document
+
+        documents = [run_document(run) for run in found]
+        _print_json(documents[0] if len(documents) == 1 else documents)
+    else:
+        for run in found:
+            _show(run, json=False, wide=wide)
     _write_page(found, html or runs[0].with_name("report.html"), must=True)
 
 
@@ -228,6 +234,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = app(standalone_mode=False)  # of a typer.Exit, which it swallows
+        sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except AttnscopeError as error:
         typer.echo(f"error: {error}", err=True)
@@ -235,9 +242,13 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("interrupted", err=True)
         sys.exit(130)
-    except BrokenPipeError:
+    except BrokenPipeError:  # `attnscope list | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what it could not write must not fail again at exit
+        typer.echo(f"error: cannot go on: {error.strerror or error}", err=True)
+        sys.exit(1)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -253,8 +264,8 @@ def _interrupt(number: int, frame: object) -> None:
 def _plan(workloads: list[str] | None, *args: Any, **options: Any) -> Plan:
     from attnscope.comparing import make_plan
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that module:Class finds the user's own file, as `python -m` would
+    if ":" in args[0]:
+        sys.path.insert(0, "")  # so that module:Class finds the user's own file, as `python -m` would
     implementations, mode, device, stages, out = args
     return make_plan(workloads or [], implementations, mode, device, stages, out=out, **options)
 
@@ -269,10 +280,9 @@ def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
 
     with _progress() as watcher:
         run = execute(plan, watcher)
-    if plan.out is not None:
-        write_run(run, plan.out / "run.jsonl")
     _show(run, json=json, wide=wide, profiles=profiles)
     if plan.out is not None:
+        write_run(run, plan.out / "run.jsonl")
         typer.echo(f"run: {plan.out / 'run.jsonl'}", err=True)
         _write_page([run], plan.out / "report.html", must=False)
     if run.interrupted:
@@ -335,9 +345,3 @@ def _print_json(body: object) -> None:
     import msgspec
 
     typer.echo(msgspec.json.format(msgspec.json.encode(body), indent=2).decode())
-
-
-def _fail_usage(sentence: str) -> None:
-    from attnscope.errors import UsageError
-
-    raise UsageError(sentence)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from attnscope import implementation as registry
 from attnscope.device import Device, Environment
 from attnscope.errors import AttnscopeError, DeviceError, UsageError
-from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict
+from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict, write_run
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
 from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed
 from attnscope.workload import DIRECTIONS, Workload
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from attnscope.jobs import Ask, Checked
 
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": DIRECTIONS}
+SETTINGS = ("sustained_s", "time_limit_s", "wait", "warmup", "active", "compile")
 TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
 
 
@@ -42,6 +45,8 @@ class Plan:
     quick: bool = False
     seed: int = 0
     out: Path | None = None
+    wait: int = 1
+    warmup: int = 1
     active: int = 3
     compile: bool = False
     sustained_s: float | None = None
@@ -69,6 +74,7 @@ def compare(
     profile: bool = True,
     seed: int = 0,
     out: str | Path | None = None,
+    **settings: Any,
 ) -> Run:
     """Check, measure, profile and explain implementations on workloads; returns the Run, which shows itself.
 
@@ -81,32 +87,49 @@ def compare(
         profile: also write traces (needs ``out``; without it they go to a temporary folder and are read there).
         seed: of the inputs.
         out: a folder for run.jsonl, report.html and traces; nothing is written without one.
+        settings: ``sustained_s`` (seconds of each sustained block), ``time_limit_s`` (for one implementation to prepare
+            and check), ``wait``, ``warmup``, ``active`` (profiled steps), ``compile`` (profile torch.compile of it).
 
     Raises:
         UsageError: an argument is not what it must be.
         DeviceError: no such device, or too little memory.
     """
     stages = ("measure", "profile") if profile else ("measure",)
-    return execute(make_plan(workloads, implementations, mode, device, stages, quick=quick, seed=seed, out=out))
+    options = {"implementations": implementations, "mode": mode, "device": device, "quick": quick, "seed": seed}
+    return _execute_and_save(_plan(workloads, stages, options | settings | {"out": out}))
 
 
 def check(*workloads: Workload | str, **options: Any) -> Run:
     """Only the check: :func:`compare` without times and traces; takes the same options but ``profile``."""
-    return execute(_plan(workloads, (), options))
+    return _execute_and_save(_plan(workloads, (), options))
 
 
 def measure(*workloads: Workload | str, **options: Any) -> Run:
     """Check, then measure what passed; takes the options of :func:`compare` but ``profile``."""
-    return execute(_plan(workloads, ("measure",), options))
+    return _execute_and_save(_plan(workloads, ("measure",), options))
 
 
 def profile(*workloads: Workload | str, **options: Any) -> Run:
     """Check, then profile and explain what passed; takes the options of :func:`compare` but ``profile``."""
-    return execute(_plan(workloads, ("profile",), options))
+    return _execute_and_save(_plan(workloads, ("profile",), options))
+
+
+def _execute_and_save(plan: Plan) -> Run:
+    """Run, and write what the command line writes too. A missing plotting library is a warning: the run is kept."""
+    run = execute(plan)
+    if plan.out is not None:
+        from attnscope.reporting.html import write_report
+
+        write_run(run, plan.out / "run.jsonl")
+        try:
+            write_report([run], plan.out / "report.html")
+        except AttnscopeError as error:
+            warnings.warn(f"no report.html: {error}", stacklevel=3)
+    return run
 
 
 def _plan(workloads: Sequence[Workload | str], stages: tuple[str, ...], options: dict[str, Any]) -> Plan:
-    known = {"implementations", "mode", "device", "quick", "seed", "out"}
+    known = {"implementations", "mode", "device", "quick", "seed", "out", *SETTINGS}
     if unknown := set(options) - known:
         raise UsageError(f"unknown option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     picked = {"implementations": "all", "mode": "both", "device": None} | options
@@ -133,8 +156,26 @@ def make_plan(
     found: dict[Workload, None] = {}
     for workload in workloads:
         found.update(dict.fromkeys([workload] if isinstance(workload, Workload) else find_workloads([workload])))
+    _validate_settings(more)
     folder = prepare_folder(Path(out)) if out is not None else None
     return Plan(tuple(found), tuple(registry.select(chosen)), MODES[mode], device, stages, out=folder, **more)
+
+
+def _validate_settings(settings: dict[str, Any]) -> None:
+    """Numbers in their ranges. Raises UsageError."""
+    ranges = {
+        "seed": (0, 2**63 - 1), "wait": (0, 1000), "warmup": (0, 1000), "active": (1, 1000),
+        "sustained_s": (0.0, 3600.0), "time_limit_s": (0.001, 1e6),
+    }  # fmt: skip
+    for name, (least, most) in ranges.items():
+        value = settings.get(name)
+        if value is None:
+            continue
+        whole = isinstance(least, int)
+        fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not fits or not math.isfinite(value) or not least <= value <= most:
+            kind = "a whole number" if whole else "a number"
+            raise UsageError(f"{name} must be {kind} from {least:g} to {most:g}, got {value!r}")
 
 
 def prepare_folder(folder: Path) -> Path:
@@ -188,7 +229,7 @@ class _Sweep:
                 try:
                     rows += self._run_workload(workload, device)
                 except AttnscopeError as error:
-                    if len(workloads) == 1:
+                    if len(workloads) == 1 and not self._unfinished:
                         raise
                     rows += self._lost(workload, error)  # one workload of many costs its own rows only
         except KeyboardInterrupt:
@@ -302,11 +343,19 @@ class _Sweep:
                 culprit, cause = self._measure_once(ask, names, direction, options, first, rows)
                 if culprit is None:
                     break
-                rows[culprit] = rows[culprit].with_changes(
-                    status="failed", error=f"passed its check, then failed in measuring {direction}: {cause}",
-                    forward=None, backward=None,
-                )  # fmt: skip
+                self._drop(rows, culprit, f"passed its check, then failed in measuring {direction}: {cause}")
                 names.remove(culprit)
+            self._unfinished = tuple(rows.values())
+
+    @staticmethod
+    def _drop(rows: dict[str, Result], culprit: str, error: str) -> None:
+        """The culprit loses its times, and everyone the verdicts that compared with them."""
+        for name, row in rows.items():
+            kept = tuple(v for v in row.verdicts if culprit not in (v.implementation, v.rival))
+            rows[name] = row.with_changes(verdicts=kept)
+        rows[culprit] = rows[culprit].with_changes(
+            status="failed", error=error, forward=None, backward=None, verdicts=()
+        )
 
     def _limits(self, device: Device, options: Any) -> Limits:
         with _sentences():
@@ -361,8 +410,8 @@ class _Sweep:
             with _trace_path(self.plan.out, ask.workload, row.implementation, direction) as path:
                 try:
                     self.bench.call(
-                        "attnscope.jobs:profile", ask, row.implementation, direction, str(path), self.plan.active,
-                        self.plan.compile, timeout_s=self.limit_s,
+                        "attnscope.jobs:profile", ask, row.implementation, direction, str(path),
+                        (self.plan.wait, self.plan.warmup, self.plan.active), self.plan.compile, timeout_s=self.limit_s,
                     )  # fmt: skip
                     row = self._explain(row, path, ask, direction)
                 except (WorkerFailed, RemoteError, AttnscopeError) as error:
@@ -382,6 +431,7 @@ class _Sweep:
             implementation=row.implementation,
             direction=direction,
             device=ask.device,
+            host_us=(m.wall_us_median if (m := row.measurement(direction)) else None),
         )
         if self.plan.out is not None:
             profile = replace(profile, trace=path.relative_to(self.plan.out).as_posix())
@@ -417,7 +467,7 @@ def _sentences() -> Iterator[None]:
     except RemoteError as error:
         if error.kind == "DeviceError":
             raise DeviceError(error.message) from None
-        raise AttnscopeError(f"{error}\n{error.log}") from None
+        raise AttnscopeError(f"a worker could not go on: {error}") from None
 
 
 def _cause(error: BaseException) -> str:
@@ -430,5 +480,6 @@ def _cause(error: BaseException) -> str:
 
 def _command() -> str:
     """The command line without folders, so that a record names no one's home."""
-    words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]] if sys.argv else ["python"]
+    program = Path(sys.argv[0]).name if sys.argv else "python"
+    words = ["attnscope" if program == "__main__.py" else program or "python", *sys.argv[1:]]
     return shlex.join(word if "/" not in word or "," in word else Path(word).name for word in words)

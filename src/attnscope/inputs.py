@@ -55,6 +55,18 @@ class Inputs:
     qkv: Tensor | None = None
     visible_pairs: int = 0
 
+    def __post_init__(self) -> None:
+        w = self.workload
+        for name, letters, shape in (
+            ("q", "(B, H, L, D)", (w.B, w.H, w.L, w.D)),
+            ("k", "(B, H_kv, S, D)", (w.B, w.H_kv, w.S, w.D)),
+            ("v", "(B, H_kv, S, D_v)", (w.B, w.H_kv, w.S, w.D_v)),
+            ("grad_out", "(B, H, L, D_v)", (w.B, w.H, w.L, w.D_v)),
+        ):
+            got = tuple(getattr(self, name).shape)
+            if got != shape:
+                raise WorkloadError(f"{name} must have shape {letters} = {shape}, got {got}\nhint: the workload is {w}")
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is there, by name."""
         import torch

@@ -163,13 +163,25 @@ def measure(
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
 
 
-def profile(ask: Ask, name: str, direction: str, path: str, active: int, compile_: bool, *, report: Report) -> None:
-    """Write the Chrome trace of a few calls to ``path``."""
+def profile(
+    ask: Ask, name: str, direction: str, path: str, steps: tuple[int, int, int], compile_: bool, *, report: Report
+) -> None:
+    """Write the Chrome trace of a few calls to ``path``; ``steps`` are those of wait, warm-up and active."""
     report(("profile", name))
     prepared = _prepared(ask, name)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     label = f"attnscope/{name}/{direction}"
-    profile_call(prepared, _inputs(ask), direction, label=label, trace_path=Path(path), active=active, compile=compile_)
+    profile_call(
+        prepared,
+        _inputs(ask),
+        direction,
+        label=label,
+        trace_path=Path(path),
+        wait=steps[0],
+        warmup=steps[1],
+        active=steps[2],
+        compile=compile_,
+    )
 
 
 # --- shared by the calls of one process ----------------------------------------------------------------------------

@@ -301,6 +301,8 @@ class Result:
         for direction in ("forward", "backward"):
             measured: Measurement | None = getattr(self, direction)
             _require(measured is None or measured.direction == direction, f"{direction} holds another direction's time")
+            told = any(verdict.direction == direction for verdict in self.verdicts)
+            _require(not told or measured is not None, f"{self.implementation}: a {direction} verdict without a time")
             covered = self.check is not None and direction in self.check.directions
             _require(measured is None or covered, f"{self.implementation}: {direction} is timed but was not checked")
 

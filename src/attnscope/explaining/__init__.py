@@ -7,6 +7,8 @@ neither torch nor an implementation.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attnscope.device import Device
 from attnscope.explaining.call import find_call
 from attnscope.explaining.expected import expected_sentences, expected_steps, surprises
@@ -29,6 +31,7 @@ def explain_profile(
     device: Device | None = None,
     label: str | None = None,
     trace_name: str | None = None,
+    host_us: float | None = None,
 ) -> tuple[Profile, tuple[KernelEvent, ...], tuple[Finding, ...]]:
     """What one profiled direction did: its figures, the kernels (on a CPU the ops) of one call in order, its findings.
 
@@ -40,11 +43,13 @@ def explain_profile(
         device: the device, for its name; the trace's own is used where this is None.
         label: the steps' label; by default the one of ours in the trace.
         trace_name: what ``Profile.trace`` shall say.
+        host_us: host time of one call in µs, measured without the profiler, which slows the host several times; without
+            it nothing is said of who waits for whom.
 
     Raises:
         TraceError: the trace holds no labelled step.
     """
-    call = find_call(trace, workload, implementation, direction, label)
+    call = replace(find_call(trace, workload, implementation, direction, label), measured_host_us=host_us)
     steps = expected_steps(workload, implementation, direction)
     profile = make_profile(call, expected_sentences(steps), surprises(call, steps), trace_name)
     return profile, tuple(seen.event for seen in call.seen), find_all(call, device)

@@ -6,13 +6,13 @@ Each rule is a pure function from TraceFacts to at most one Finding. Imports nei
 from __future__ import annotations
 
 from attnscope.explaining.expected import short_name
+from attnscope.explaining.remedies import KEEP_16_BIT, fused_line, grouped_line
 from attnscope.explaining.shapes import SIGNATURES, Problem, count, first_shape
 from attnscope.explaining.sites import FAST_PATH, AttentionCall
 from attnscope.explaining.trace_facts import (
     TraceFacts,
     evidence,
     is_cast,
-    sdpa_line,
     site_evidence,
     sum_text,
     total,
@@ -38,7 +38,7 @@ def unfused_attention(facts: TraceFacts) -> Finding | None:
     saving, arithmetic = facts.fused_saving(sites)
     calls = sum(len(site.calls) for site in sites)
     sure = not any(site.first.inferred for site in sites)
-    remedy = sdpa_line(sites[0]) + "  # in place of the two products and the softmax"
+    remedy = fused_line(sites[0].first.problem) + "  # for the two products and the softmax; pass their mask and scale"
     if any(site.first.name == FAST_PATH for site in sites):
         remedy = (
             "torch.backends.mha.set_fastpath_enabled(False)  # MultiheadAttention then calls SDPA (need_weights=False)"
@@ -90,6 +90,7 @@ def safe_softmax(facts: TraceFacts) -> Finding | None:
     guard = [w for w in facts.attention if w.inside("aten::_safe_softmax") and w.role not in ("softmax",)]
     if not guard:
         return None
+    problem = next((site.first.problem for site in facts.sites if site.first.implementation == MATH), Problem())
     return Finding(
         id="safe-softmax",
         sentence="The softmax is guarded against rows that see no key (0/0 would be NaN); the guard reads and writes "
@@ -97,7 +98,7 @@ def safe_softmax(facts: TraceFacts) -> Finding | None:
         evidence=evidence(guard),
         saving_us=total(guard),
         arithmetic=sum_text(guard, "the softmax itself left out"),
-        remedy=sdpa_line() + "  # a fused kernel guards its rows in registers",
+        remedy=fused_line(problem) + "  # a fused kernel guards its rows in registers",
     )
 
 
@@ -238,15 +239,15 @@ def _operand_sizes(problem: Problem) -> set[int]:
 
 def kv_repeated(facts: TraceFacts) -> Finding | None:
     """Grouped key/value heads are written out in full."""
-    repeats: dict[Work, None] = {}
+    repeats: dict[Work, Problem] = {}
     for site in facts.sites:
         for call in site.calls:
             for work in (*facts.before(call, NEAR), *call.works):
                 if _repeats(work):
-                    repeats[work] = None
+                    repeats.setdefault(work, call.problem)
     if not repeats:
         return None
-    works = list(repeats)
+    works, problem = list(repeats), next(iter(repeats.values()))
     return Finding(
         id="gqa-materialised",
         sentence="Key/value heads are written to memory once for every query head of their group before the attention "
@@ -254,8 +255,7 @@ def kv_repeated(facts: TraceFacts) -> Finding | None:
         evidence=evidence(works),
         saving_us=total(works),
         arithmetic=sum_text(works, "which a kernel that knows groups does not need"),
-        remedy="torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # bf16 or fp16, so that a "
-        "fused kernel takes it",
+        remedy=grouped_line(problem, on_gpu=facts.window.on_gpu),
     )
 
 
@@ -280,7 +280,7 @@ def dtype_casts(facts: TraceFacts) -> Finding | None:
     pairs = dict.fromkeys(f"{a} to {b}" for a, b in (is_cast(work) or ("", "") for work in casts))
     math = any(work.inside("aten::_scaled_dot_product_attention_math") for work in casts)
     remedy = (
-        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True), or a fused path"
+        f"{KEEP_16_BIT}, or a fused path"
         if math
         else "keep mask, scores and probabilities in the dtype of q and k; under autocast cast once, outside the layer"
     )

@@ -67,7 +67,8 @@ class Seen:
 class Call:
     """What the rules read: the steps of one label, the middle one in detail, and whose call it was.
 
-    ``host_us`` and ``gpu_us`` are means over the steps (``gpu_us`` None without a GPU in the trace).
+    ``host_us`` and ``gpu_us`` are means over the steps (``gpu_us`` None without a GPU in the trace). The profiler slows
+    the host several times; ``measured_host_us`` is the host time of a call without it, where one was measured.
     """
 
     trace: Trace
@@ -78,6 +79,7 @@ class Call:
     steps: list[Step]
     step: Step
     seen: list[Seen]
+    measured_host_us: float | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -86,7 +88,7 @@ class Call:
 
     @cached_property
     def host_us(self) -> float:
-        """Mean host time of the label."""
+        """Mean host time of the label, the profiler's own cost included."""
         return sum(step.duration_us for step in self.steps) / len(self.steps)
 
     @cached_property

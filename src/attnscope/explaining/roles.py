@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FUSED = "fused attention"
 FUSED_BACKWARD = "fused attention backward"
+LAYOUT_COPY = "layout copy"
 MATMUL_ROLES = ("scores matmul", "values matmul", "gradient matmul", "matmul")
 ATTENTION_OPS = (
     "_scaled_dot_product_",
@@ -188,7 +189,7 @@ RULES: tuple[RoleRule, ...] = (
     RoleRule("KV repeat", _repeats_heads),
     RoleRule("cast", _is_cast),
     RoleRule("copy", lambda seen, _: _is_copy(seen) and seen.inside("aten::masked_fill")),
-    RoleRule("layout copy", lambda seen, _: _is_copy(seen)
+    RoleRule(LAYOUT_COPY, lambda seen, _: _is_copy(seen)
              and seen.inside("aten::contiguous", "aten::reshape", "aten::clone", "aten::flatten")),
     RoleRule("copy", lambda seen, _: _is_copy(seen)),
     RoleRule("mask", _masks_scores),

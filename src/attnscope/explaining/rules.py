@@ -6,6 +6,8 @@ those of the one call shown in detail, in microseconds.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -14,16 +16,21 @@ from attnscope.explaining.call import Call, Seen, short_dtype
 from attnscope.explaining.expected import short_name
 from attnscope.explaining.occupancy import DEFAULT_SHARED_LIMIT_BYTES
 from attnscope.explaining.peaks import find_peaks
-from attnscope.explaining.roles import FUSED, FUSED_BACKWARD, MATMUL_ROLES, operands
+from attnscope.explaining.remedies import KEEP_16_BIT, UNPIN, fused_line, grouped_line
+from attnscope.explaining.roles import FUSED, FUSED_BACKWARD, LAYOUT_COPY, MATMUL_ROLES, operands
 from attnscope.records import Finding
 from attnscope.trace.names import CUDA_CORE
 from attnscope.units import format_us, significant
 
 Rule = Callable[[Call, Device | None], Finding | None]
-FUSED_SHARE = 0.9  # of a call's time, from which a fused kernel is "all of it"
-LAUNCH_BOUND_RATIO = 1.2  # the profiler itself slows the host by some per cent
+FUSED_SHARE = 0.9  # of a call's time, from which a fused kernel is nearly all of it
+WHOLE_SHARE = 0.99
+LAUNCH_BOUND_RATIO = 1.05  # both times vary by some per cent
+ATTENTION_OP = re.compile(
+    r"^aten::_(flash|efficient|cudnn)_attention|^aten::_scaled_dot_product_(flash|efficient|cudnn)"
+)
+MATH_OP = "aten::_scaled_dot_product_attention_math"
 LONGEST_SUM = 6
-KEEP_16_BIT = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)"
 
 
 def find_all(call: Call, device: Device | None) -> tuple[Finding, ...]:
@@ -54,7 +61,7 @@ def masked_fill_copy(call: Call, device: Device | None) -> Finding | None:
         arithmetic=_sum_text(copies) + ", which the in-place form does not need",
         remedy='scores.masked_fill_(mask, float("-inf"))  # only where autograd does not need the old scores'
         if forward
-        else _sdpa_line(call) + "  # a fused backward has no mask to fill",
+        else _fused_line(call) + "  # a fused backward fills no scores",
     )
 
 
@@ -68,11 +75,9 @@ def matmul_off_tensor_cores(call: Call, device: Device | None) -> Finding | None
     saving, arithmetic = _tensor_core_saving(call, slow, name)
     remedy = 'torch.set_float32_matmul_precision("high")  # TF32 on tensor cores'
     if call.workload.dtype in ("bf16", "fp16"):
-        remedy = (
-            KEEP_16_BIT + "  # keeps 16-bit products on tensor cores"
-            if any(s.inside("aten::_scaled_dot_product_attention_math") for s in slow)
-            else _sdpa_line(call)
-        )
+        by_math = _pinned(call) or any(seen.inside(MATH_OP) for seen in slow)
+        keep = f"{KEEP_16_BIT} before the forward keeps 16-bit products on tensor cores; or "
+        remedy = (keep if by_math else "") + _fused_line(call)
     return Finding(
         id="matmul-off-tensor-cores",
         sentence="Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle.",
@@ -110,7 +115,7 @@ def mask_rebuilt_per_call(call: Call, device: Device | None) -> Finding | None:
     if len(building) < (1 if converted else 2) or not any(seen.inside(*makers) for seen in building):
         return None
     sentence = "The mask depends on the shape only, yet every call builds it anew."
-    remedy = "build the mask once and pass it, or let a fused kernel apply it: " + _sdpa_line(call)
+    remedy = "build the mask once and pass it, or let a fused kernel apply it: " + _fused_line(call)
     if converted:
         sentence = "The bool mask is turned into an additive one in every call."
         remedy = 'attn_mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))  # once'
@@ -143,7 +148,7 @@ def safe_softmax(call: Call, device: Device | None) -> Finding | None:
         evidence=_evidence(guard),
         saving_us=_total(guard),
         arithmetic=_sum_text(guard) + ", the softmax itself left out",
-        remedy=_sdpa_line(call) + "  # a fused kernel guards its rows in registers",
+        remedy=_fused_line(call) + "  # a fused kernel guards its rows in registers",
     )
 
 
@@ -154,16 +159,16 @@ def gqa_materialised(call: Call, device: Device | None) -> Finding | None:
     if not repeats:
         return None
     w = call.workload
-    math = any(seen.inside("aten::_scaled_dot_product_attention_math") for seen in call.seen)
+    by_math = any(seen.inside(MATH_OP) for seen in call.seen)
     return Finding(
         id="gqa-materialised",
         sentence=f"Each of {w.H_kv} key/value heads is written to memory {w.group} times, once for every query head of "
-        "its group, before the attention starts." + (" enable_gqa took the math path here." if math else ""),
+        "its group, before the attention starts."
+        + (" The math path writes the repeated keys and values out." if by_math else ""),
         evidence=_evidence(repeats),
         saving_us=_total(repeats),
         arithmetic=_sum_text(repeats) + "; a kernel that knows groups reads each head where it lies",
-        remedy="torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # bf16 or fp16, so that a "
-        "fused kernel takes it",
+        remedy=(f"{UNPIN}; " if _pinned(call) else "") + grouped_line(w, on_gpu=call.on_gpu),
     )
 
 
@@ -182,7 +187,7 @@ def upcast(call: Call, device: Device | None) -> Finding | None:
         saving_us=_total(casts),
         arithmetic=_sum_text(casts) + "; the traffic between them comes on top",
         remedy=(f"{KEEP_16_BIT}, or " if call.on_gpu else "")
-        + _sdpa_line(call)
+        + _fused_line(call)
         + "  # a fused kernel keeps its fp32 sums in registers",
     )
 
@@ -196,13 +201,52 @@ def fused(call: Call, device: Device | None) -> Finding | None:
         return None
     what = "one fused kernel" if len(kernels) == 1 else f"{len(kernels)} fused kernels"
     verb = "does" if len(kernels) == 1 else "do"
+    share = _total(kernels) / everything
+    whole = "the whole attention" if share >= WHOLE_SHARE else f"nearly the whole attention ({100 * share:.1f} % of its time)"
     families = ", ".join(dict.fromkeys(seen.event.family or "unknown" for seen in kernels))
     return Finding(
         id="fused",
-        sentence=f"{what[0].upper()}{what[1:]} ({families}) {verb} the whole attention; the scores never reach memory.",
+        sentence=f"{what[0].upper()}{what[1:]} ({families}) {verb} {whole}; the scores never reach memory.",
         evidence=_evidence(kernels),
         arithmetic=f"{format_us(_total(kernels))} of {format_us(everything)}",
     )
+
+
+def layout_copies(call: Call, device: Device | None) -> Finding | None:
+    """Tensors are copied around a fused kernel, only to lie differently in memory."""
+    del device
+    copies = [seen for seen in call.with_role(LAYOUT_COPY) if _holds_operand(seen, call)]
+    if not copies or not call.with_role(FUSED, FUSED_BACKWARD):
+        return None
+    own = any(ATTENTION_OP.search(op.name) for seen in copies for op in seen.ops)
+    remedy = "drop .contiguous() and reshape around the call: fused kernels read any strides whose last dim is dense"
+    if own:
+        remedy = (
+            "make q, k, v and the gradient contiguous as (B, L, H, D), and pass them as t.transpose(1, 2): the kernel "
+            "takes that layout as it lies, and the output keeps those strides"
+        )
+    return Finding(
+        id="layout-copies",
+        sentence="Tensors are copied before the fused kernel only to lie differently in memory"
+        + (": the op wants (B, L, H, D) and was given (B, H, L, D)." if own else "."),
+        evidence=_evidence(copies),
+        saving_us=_total(copies),
+        arithmetic=_sum_text(copies) + ", which tensors in the kernel's own layout do not need",
+        remedy=remedy,
+        confidence="medium",
+    )
+
+
+def _holds_operand(seen: Seen, call: Call) -> bool:
+    """Whether it copies q, k, v, the output or their gradients; row sums are made inside the op and cannot be laid."""
+    op = next((op for op in seen.ops if op.shapes is not None), None)
+    shape = next((shape for _, shape, _ in operands(op) if shape), None) if op is not None else None
+    if shape is None:
+        return True
+    w = call.workload
+    sizes = {w.B * heads * rows * dims for heads, rows in ((w.H, w.L), (w.H_kv, w.S), (w.H, w.S))
+             for dims in (w.D, w.D_v)}  # fmt: skip
+    return math.prod(shape) in sizes
 
 
 def inductor_became_sdpa(call: Call, device: Device | None) -> Finding | None:
@@ -251,14 +295,18 @@ def occupancy_estimator(call: Call, device: Device | None) -> Finding | None:
 def launch_bound(call: Call, device: Device | None) -> Finding | None:
     """The host takes longer to launch a call than the GPU to run it."""
     del device
-    if call.gpu_us is None or call.gpu_us <= 0 or call.host_us < LAUNCH_BOUND_RATIO * call.gpu_us:
+    host_us, gpu_us = call.measured_host_us, call.gpu_us
+    if host_us is None or not gpu_us or host_us < LAUNCH_BOUND_RATIO * gpu_us:
         return None
     return Finding(
         id="launch-bound",
         sentence="The GPU finishes before the CPU has launched the next call: it waits for Python and PyTorch.",
-        evidence=(f"host {format_us(call.host_us)} a call", f"GPU {format_us(call.gpu_us)} a call"),
-        saving_us=call.host_us - call.gpu_us,
-        arithmetic=f"{format_us(call.host_us)} - {format_us(call.gpu_us)} a call, the profiler's own cost included",
+        evidence=(
+            f"host {format_us(host_us)} a call, measured without the profiler",
+            f"GPU {format_us(gpu_us)} a call",
+        ),
+        saving_us=host_us - gpu_us,
+        arithmetic=f"{format_us(host_us)} - {format_us(gpu_us)} a call",
         remedy='torch.compile(f, mode="reduce-overhead"), a torch.cuda.CUDAGraph, or more work in each call',
         confidence="medium",
     )
@@ -272,17 +320,21 @@ RULES: tuple[Rule, ...] = (
     gqa_materialised,
     upcast,
     fused,
+    layout_copies,
     inductor_became_sdpa,
     occupancy_estimator,
     launch_bound,
 )
 
 
-def _sdpa_line(call: Call) -> str:
-    w = call.workload
-    options = ", is_causal=True" if w.causal == "top_left" else ""
-    options += ", enable_gqa=True" if w.group > 1 else ""
-    return f"torch.nn.functional.scaled_dot_product_attention(q, k, v{options})"
+def _pinned(call: Call) -> bool:
+    """Whether SDPA was told to take its math path: who calls SDPA already needs no advice to call it."""
+    return call.implementation == "sdpa_math"
+
+
+def _fused_line(call: Call) -> str:
+    """The same attention by a fused kernel."""
+    return (f"{UNPIN}: " if _pinned(call) else "") + fused_line(call.workload, on_gpu=call.on_gpu)
 
 
 def _total(seen: Iterable[Seen]) -> float:

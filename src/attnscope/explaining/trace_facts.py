@@ -174,12 +174,6 @@ def is_cast(work: Work) -> tuple[str, str] | None:
     return (dtypes[1], dtypes[0]) if len(dtypes) == 2 and dtypes[0] != dtypes[1] else None
 
 
-def sdpa_line(site: Site | None = None) -> str:
-    """The line that asks for a fused kernel."""
-    causal = site is not None and site.first.problem.causal
-    return f"torch.nn.functional.scaled_dot_product_attention(q, k, v{', is_causal=True' if causal else ''})"
-
-
 def percent(part: float, whole: float) -> str:
     """A share, for people."""
     return f"{significant(100 * part / whole, 2)} %" if whole > 0 else "0 %"

@@ -172,6 +172,7 @@ def _workload_view(run: Run, workload: str, name: str, level: int, figures: _Fig
         "summary": [_summary_row(r) for r in results if words.was_run(r)],
         "errors": [row for r in results for row in _error_rows(r)],
         "findings": [_finding_view(f) for f in words.findings_of(results)],
+        "overlap": words.overlap_sentence(words.findings_of(results)),
         "wrong": words.wrong_lines(results),
         "failed": words.failed_lines(results),
         "notes": words.note_lines(results),

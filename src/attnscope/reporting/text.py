@@ -199,6 +199,8 @@ def _notes(run: Run, results: list[Result]) -> Table:
     fastest = [(d, said) for d in directions if (said := words.fastest_sentence(results, d))]
     found = words.findings_of(results)
     findings = [_finding(finding) for finding in words.top_findings(results, FINDINGS_SHOWN)]
+    if overlap := words.overlap_sentence(found):
+        findings.append(Text(overlap, style="dim"))
     if len(found) > FINDINGS_SHOWN:
         findings.append(Text(f"and {len(found) - FINDINGS_SHOWN} more in the report", style="dim"))
     for title, lines in (

@@ -202,6 +202,12 @@ def kernels_of(result: Result, direction: str) -> list[KernelEvent]:
     return [event for event in result.kernels if event.direction == direction]
 
 
+def overlap_sentence(findings: Iterable[Finding]) -> str | None:
+    """What must stand under findings of which two or more name a saving."""
+    saving = [finding for finding in findings if finding.saving_us]
+    return "Savings overlap: they must not be added." if len(saving) > 1 else None
+
+
 def finding_sentence(finding: Finding) -> str:
     """Who, what, and the saving, as one sentence."""
     who = " ".join(filter(None, (finding.implementation, finding.direction)))
