@@ -3,7 +3,7 @@
     python benchmarks/reexplain.py results/run.jsonl
 
 Each profile's trace is looked for beside the file, as the record names it. Checks and measurements stay as they are; so
-does a profile that names no trace. The file is rewritten whole or not at all.
+does a direction whose profile names no trace. The file is rewritten whole or not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from attnscope.device import Device
 from attnscope.errors import AttnscopeError, RecordError
 from attnscope.explaining import explain_profile
-from attnscope.records import Finding, KernelEvent, Profile, Result, Run, read_runs, run_lines
+from attnscope.records import Finding, Profile, Result, Run, read_runs, run_lines
 from attnscope.trace import read_trace
 from attnscope.workload import Workload
 
@@ -35,9 +35,14 @@ def reexplain(path: Path) -> tuple[int, int, int]:
     old = read_runs(path)
     new = [explained(run, path.parent) for run in old]
     read = sum(profile.trace is not None for run in old for result in run.results for profile in result.profiles)
-    before, after = ({f for run in runs for result in run.results for f in result.findings} for runs in (old, new))
+    before, after = _said(old), _said(new)
     _write(new, path)
     return read, len(before - after), len(after - before)
+
+
+def _said(runs: Sequence[Run]) -> set[Finding]:
+    """What is said, without the savings' last digits, which depend on how Python adds."""
+    return {replace(f, saving_us=None) for run in runs for result in run.results for f in result.findings}
 
 
 def explained(run: Run, folder: Path) -> Run:
@@ -46,14 +51,13 @@ def explained(run: Run, folder: Path) -> Run:
 
 
 def _explained(result: Result, device: Device, folder: Path) -> Result:
+    anew = {profile.direction for profile in result.profiles if profile.trace is not None}
+    kernels = [kernel for kernel in result.kernels if kernel.direction not in anew]
+    findings = [finding for finding in result.findings if finding.direction not in anew]
     profiles: list[Profile] = []
-    kernels: list[KernelEvent] = []
-    findings: list[Finding] = []
     for old in result.profiles:
         if old.trace is None:
             profiles.append(old)
-            kernels += [kernel for kernel in result.kernels if kernel.direction == old.direction]
-            findings += [finding for finding in result.findings if finding.direction == old.direction]
             continue
         measurement = result.measurement(old.direction)
         profile, seen, found = explain_profile(

@@ -395,6 +395,7 @@ class Sleep:
         self.times.append((time.perf_counter() - begin) * 1e3)
 
 
+@pytest.mark.serial
 def test_a_sleep_of_known_length_is_measured_right_within_five_percent(cpu_timer):
     sleep = Sleep(20.0)
     options = MeasureOptions(quick=True, isolated_s=0.6)
@@ -405,6 +406,7 @@ def test_a_sleep_of_known_length_is_measured_right_within_five_percent(cpu_timer
     assert found.threads == 2
 
 
+@pytest.mark.serial
 def test_twenty_percent_longer_is_slower(cpu_timer):
     rivals = [Contestant("short", Sleep(25.0)), Contestant("long", Sleep(30.0))]
     _, verdicts = measure(rivals, device=CPU, timer=cpu_timer, options=MeasureOptions(sustained_s=0))
@@ -415,6 +417,7 @@ def test_twenty_percent_longer_is_slower(cpu_timer):
     assert verdicts[1].ratio == pytest.approx(1.2, rel=0.1)
 
 
+@pytest.mark.serial
 def test_a_cpu_block_drops_its_beginning(cpu_timer):
     sleep = Sleep(10.0)
     block = cpu_timer.run_block([sleep], 1, 0.2, 0.1, 10.0)
@@ -424,6 +427,7 @@ def test_a_cpu_block_drops_its_beginning(cpu_timer):
     assert not block.starved
 
 
+@pytest.mark.serial
 def test_a_cpu_has_neither_graphs_nor_an_account_of_memory(cpu_timer):
     assert cpu_timer.peak_memory_mib(lambda: None) is None
     with pytest.raises(CaptureFailed, match="CPU"):

@@ -48,7 +48,7 @@ def recorded(tmp_path: Path) -> Path:
     assert result.forward is not None
     result = result.with_changes(findings=(old,), forward=replace(result.forward, wall_us_median=5000.0))
     runs = [
-        replace(factories.run(), results=(result.with_changes(profiles=(stale(trace),)),))
+        replace(factories.blog_run(), results=(result.with_changes(profiles=(stale(trace),)),))
         for trace in ("traces/naive-forward.json", None)
     ]
     path = tmp_path / "run.jsonl"

@@ -202,7 +202,11 @@ def fused(call: Call, device: Device | None) -> Finding | None:
     what = "one fused kernel" if len(kernels) == 1 else f"{len(kernels)} fused kernels"
     verb = "does" if len(kernels) == 1 else "do"
     share = _total(kernels) / everything
-    whole = "the whole attention" if share >= WHOLE_SHARE else f"nearly the whole attention ({100 * share:.1f} % of its time)"
+    whole = (
+        "the whole attention"
+        if share >= WHOLE_SHARE
+        else f"nearly the whole attention ({100 * share:.1f} % of its time)"
+    )
     families = ", ".join(dict.fromkeys(seen.event.family or "unknown" for seen in kernels))
     return Finding(
         id="fused",
@@ -238,7 +242,7 @@ def layout_copies(call: Call, device: Device | None) -> Finding | None:
 
 
 def _holds_operand(seen: Seen, call: Call) -> bool:
-    """Whether it copies q, k, v, the output or their gradients; row sums are made inside the op and cannot be laid."""
+    """Whether it copies q, k, v, the output or their gradients; row sums are the op's own."""
     op = next((op for op in seen.ops if op.shapes is not None), None)
     shape = next((shape for _, shape, _ in operands(op) if shape), None) if op is not None else None
     if shape is None:
