@@ -29,9 +29,9 @@ def reexplain():  # type: ignore[no-untyped-def]
 
 
 def stale(trace: str | None) -> Profile:
-    return Profile(direction="forward", label=LABEL, steps=3, kernels_per_call=99, cpu_ops_per_call=1, gpu_us_per_call=1,
-                   cpu_us_per_call=1, self_gpu_us_total=3, self_cpu_us_total=3, spilled_kernels=0, table=(),
-                   trace=trace)  # fmt: skip
+    return Profile(direction="forward", label=LABEL, steps=3, kernels_per_call=99, cpu_ops_per_call=1,
+                   gpu_us_per_call=1, cpu_us_per_call=1, self_gpu_us_total=3, self_cpu_us_total=3, spilled_kernels=0,
+                   table=(), trace=trace)  # fmt: skip
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import factories
 from attnscope.records import OpTime
-from attnscope.reporting import facts, words
+from attnscope.reporting import facts, html, words
 from attnscope.reporting.text import print_profiles, print_run, render_profile, render_run
 
 HOSTILE = "evil\x1b[2J\x07</script>[bold red]x[/]\r\nname"
@@ -41,9 +41,7 @@ def test_default_table_fits_eighty_columns_and_six_columns(run):
 def test_key_lines():
     text = render_run(factories.blog_run())
     assert "NVIDIA H200 · torch 2.11.0+cu130" in text
-    assert re.fullmatch(
-        r"sdpa_cudnn +ok +58\.9 µs ±1% +181 µs ±1% +0\.71/0\.53 +1/1", row(text, "sdpa_cudnn").rstrip()
-    )
+    assert re.fullmatch(r"sdpa_cudnn +ok +58\.9 µs ±1% +181 µs ±1% +0\.71/0\.53 +1/1", row(text, "sdpa_cudnn").rstrip())
     assert re.fullmatch(r"naive_inplace +loose ×2\.3 +927 µs ±1% +– +0\.05/– +5/–", row(text, "naive_inplace"))
     assert re.fullmatch(r"broken +wrong +– +– +– +–", row(text, "broken"))
     assert row(text, "hopper (ours)")
@@ -119,7 +117,7 @@ def test_nothing_ran():
 
 
 def test_a_check_alone_shows_its_errors():
-    results = tuple(r.with_changes(forward=None, backward=None) for r in factories.blog_run().results)
+    results = tuple(r.with_changes(forward=None, backward=None, verdicts=()) for r in factories.blog_run().results)
     text = render_run(factories.blog_run(results=results))
     assert re.search(r"sdpa_cudnn +ok +1\.6e-03 +4\.0e-03 +out, hard +128 of 128", text)
     assert max(map(len, text.splitlines())) <= 80
@@ -224,6 +222,15 @@ def test_findings_are_ordered_by_saving_and_varied():
     results = [factories.result("naive").with_changes(findings=(unknown, two, other, one, one))]
     assert [f.sentence for f in words.findings_of(results)] == ["one", "two", "other", "unknown"]
     assert [f.sentence for f in words.top_findings(results, 3)] == ["one", "other", "unknown"]
+
+
+def test_two_savings_must_not_be_added():
+    pytest.importorskip("plotly")
+    one, two = (factories.finding(id=name, saving_us=9.0, sentence=name) for name in "ab")
+    none = factories.finding(id="c", saving_us=None, sentence="c")
+    for findings, said in (((one, two), True), ((one, none), False)):
+        run = factories.blog_run(results=(factories.result("naive").with_changes(findings=findings),))
+        assert ("must not be added" in render_run(run)) == ("must not be added" in html.render_report([run])) == said
 
 
 def test_the_widest_names_checks_times_and_counts_fit_eighty_columns():

@@ -218,12 +218,15 @@ def records_add(
     folder: Annotated[Path, typer.Option(help="Where records are kept, one file per machine.")] = Path(
         "benchmarks/results"
     ),
+    finished_only: Annotated[
+        bool, typer.Option("--finished-only", help="Keep an interrupted run without the workload it was at.")
+    ] = False,
 ) -> None:
     """Validate runs and append them to the records of their machine."""
     from attnscope.keeping import add_runs
 
     for path in runs:
-        for line in add_runs(path, folder):
+        for line in add_runs(path, folder, finished_only=finished_only):
             typer.echo(line)
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from attnscope.errors import RecordError
 from attnscope.records import Run, read_runs, run_lines
 
 
-def add_runs(source: Path, folder: Path) -> list[str]:
+def add_runs(source: Path, folder: Path, *, finished_only: bool = False) -> list[str]:
     """Append the runs of ``source`` to ``folder/<device>.jsonl``; a sentence about each.
+
+    With ``finished_only`` an interrupted run is kept without the workload that it was at.
 
     Raises:
         RecordError: a run is broken, interrupted, quick, names no commit, or is there already.
     """
-    runs = read_runs(source)
+    runs = [finished_part(run) if finished_only else run for run in read_runs(source)]
     for run in runs:
         _refuse_unfit(run, source)
     sentences = []
@@ -27,6 +30,19 @@ def add_runs(source: Path, folder: Path) -> list[str]:
         _append(run, path)
         sentences.append(f"added {len(run.results)} results of {run.created} to {path}")
     return sentences
+
+
+def finished_part(run: Run) -> Run:
+    """An interrupted run without its last workload, which it left unfinished; any other run as it is.
+
+    Workloads run one after the other, so all before the last are whole.
+    """
+    if not run.interrupted or not run.results:
+        return run
+    last = run.results[-1].workload
+    done = tuple(result for result in run.results if result.workload != last)
+    names = tuple(dict.fromkeys(result.workload for result in done))
+    return replace(run, interrupted=False, workloads=names, results=done)
 
 
 def machine_name(run: Run) -> str:

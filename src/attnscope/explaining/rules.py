@@ -297,7 +297,7 @@ def occupancy_estimator(call: Call, device: Device | None) -> Finding | None:
 
 
 def launch_bound(call: Call, device: Device | None) -> Finding | None:
-    """The host takes longer to launch a call than the GPU to run it."""
+    """The host takes longer to launch a call, measured without the profiler, than the GPU to run it."""
     del device
     host_us, gpu_us = call.measured_host_us, call.gpu_us
     if host_us is None or not gpu_us or host_us < LAUNCH_BOUND_RATIO * gpu_us:
