@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 import time
 
 from attnscope.implementation import Gradients, Output, Sheet, SheetImplementation
@@ -133,3 +134,41 @@ class Impostor(Good):
 class ForwardOnly(Good):
     name = "forward_only"
     sheet = dataclasses.replace(SHEET, directions=frozenset({"forward"}))
+
+
+class LeavesItsMark(Good):
+    """Right, but sets what all of torch shares."""
+
+    name = "leaves_its_mark"
+
+    def prepare(self, workload, device):
+        import torch
+
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        return GoodPrepared()
+
+
+class TiresOfIt(Good):
+    """Right while it is checked, zeros once it is called often: what a benchmark must not time."""
+
+    name = "tires_of_it"
+
+    def prepare(self, workload, device):
+        calls = [0]
+
+        class Prepared(GoodPrepared):
+            def forward(self, inputs, *, save=False):
+                calls[0] += 1
+                output = super().forward(inputs, save=save)
+                late = "attnscope.jobs" in sys.modules and sys.modules["attnscope.jobs"]._state.get("prepared")
+                return dataclasses.replace(output, out=output.out * (0 if late and calls[0] > 4 else 1))
+
+        return Prepared()
+
+
+class Surrogate(Good):
+    name = "surrogate"
+
+    def prepare(self, workload, device):
+        raise RuntimeError("\ud800 is no text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -267,3 +268,38 @@ def test_ctrl_c_while_backward_is_measured_keeps_the_forward_times():
     assert run.interrupted
     assert run.results[0].forward is not None
     assert run.results[0].backward is None
+
+
+@pytest.mark.slow
+def test_what_one_sets_for_all_of_torch_does_not_fall_on_the_next():
+    rows = sweep("LeavesItsMark", "Good", "Surrogate", mode="both")
+    assert rows["leaves_its_mark"].status == rows["good"].status == "ok"
+    assert "is no text" in rows["surrogate"].error
+
+
+@pytest.mark.slow
+def test_a_result_that_changes_while_it_is_timed_has_no_time():
+    rows = sweep("TiresOfIt", "Good", stages=("measure",), mode="forward")
+    assert rows["tires_of_it"].status == "failed"
+    assert "no longer what it was" in rows["tires_of_it"].error
+    assert rows["tires_of_it"].forward is None
+    assert rows["good"].forward is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["B0,H1,L4,D8,fp32", "B1,H1,L4,S0,D8,fp32", "B1,H1,L0,S4,D8,fp32"])
+def test_a_workload_without_scores_is_no_mismatch(text):
+    run = execute(make_plan([text], "sdpa_math,naive", "both", "cpu", (), quick=True))
+    assert {row.status for row in run.results} <= {"ok", "skipped"}, [row.error for row in run.results]
+
+
+@pytest.mark.parametrize("folder", ["", "."])
+def test_an_output_folder_must_be_one_of_its_own(folder):
+    with pytest.raises(UsageError, match="folder of its own"):
+        prepare_folder(Path(folder))
+
+
+def test_a_report_that_is_there_is_not_overwritten(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(UsageError, match=r"already holds report\.html"):
+        prepare_folder(tmp_path)

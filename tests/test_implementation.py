@@ -273,3 +273,40 @@ def test_sheets_and_reasons_are_read_without_torch() -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     assert [line.split()[0] for line in ran.stdout.splitlines()] == list(builtin_references())
+
+
+BROKEN = {
+    "raises": "raise RuntimeError('boom at import')",
+    "exits": "import sys; sys.exit(0)",
+    "syntax": "def (",
+    "wants": "class X:\n    def __init__(self, needed): pass",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_module_that_breaks_when_it_is_loaded_is_a_sentence(kind, tmp_path, monkeypatch):
+    (tmp_path / f"broken_{kind}.py").write_text(BROKEN[kind])
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"cannot be loaded: \w+: .*\nhint: module:Class"):
+        load_reference(f"broken_{kind}:X")
+
+
+@pytest.mark.parametrize("name", [3, "all", "ladder", "../../etc/x", "x" * 101, "<script>"])
+def test_names_that_would_mislead_are_refused(name):
+    class Named(Mine):
+        pass
+
+    Named.name = name
+    with pytest.raises(UsageError, match="name"):
+        register(Named())
+
+
+def test_reasons_of_another_kind_are_reasons():
+    class Talkative(Mine):
+        name = "talkative"
+
+        def reasons_unsupported(self, workload, device, direction="forward"):
+            return "no way"
+
+    found = safe_reasons(Talkative(), Workload.parse("H1,L4,D8"), Device("cpu", "x"), "forward")
+    assert found == ["reasons_unsupported must return a list of sentences, got 'no way'"]

@@ -172,6 +172,8 @@ def report(
     """Tables and the HTML page of earlier runs; needs no torch."""
     from attnscope.records import read_runs
 
+    if html is not None and any(html.resolve() == path.resolve() for path in runs):
+        _fail_usage(f"--html must not be one of the records, got {html}")
     found = [run for path in runs for run in read_runs(path)]
     if json:
         from attnscope.reporting.document import run_document
@@ -237,7 +239,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = app(standalone_mode=False)  # of a typer.Exit, which it swallows
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except AttnscopeError as error:
         typer.echo(f"error: {error}", err=True)
@@ -324,6 +327,12 @@ def _write_page(runs: list[Run], path: Path, *, must: bool) -> None:
         typer.echo(f"no report.html: {error}", err=True)
         return
     typer.echo(f"report: {path}", err=True)
+
+
+def _fail_usage(sentence: str) -> None:
+    from attnscope.errors import UsageError
+
+    raise UsageError(sentence)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from attnscope.device import Device, Environment
 from attnscope.errors import AttnscopeError, DeviceError, UsageError
 from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict, write_run
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
-from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed
+from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed, printable
 from attnscope.workload import DIRECTIONS, Workload
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ def make_plan(
     chosen = implementations if isinstance(implementations, str) else ",".join(implementations)
     found: dict[Workload, None] = {}
     for workload in workloads:
+        if not isinstance(workload, (str, Workload)):
+            raise UsageError(f"a workload must be a Workload or its spelling, got {workload!r:.120}")
         found.update(dict.fromkeys([workload] if isinstance(workload, Workload) else find_workloads([workload])))
     _validate_settings(more)
     folder = prepare_folder(Path(out)) if out is not None else None
@@ -180,6 +182,8 @@ def _validate_settings(settings: dict[str, Any]) -> None:
 
 def prepare_folder(folder: Path) -> Path:
     """Make an output folder that holds no earlier run. Raises UsageError."""
+    if str(folder) in ("", ".") or printable(str(folder)) != str(folder):
+        raise UsageError(f"--out must be a folder of its own with a UTF-8 name, got {printable(str(folder))!r}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".attnscope-probe"
@@ -189,8 +193,9 @@ def prepare_folder(folder: Path) -> Path:
         raise UsageError(
             f"--out must be a folder that can be written, got {folder}: {error.strerror or error}"
         ) from None
-    if (folder / "run.jsonl").exists():
-        raise UsageError(f"{folder} already holds a run, which is never overwritten\nhint: --out another folder")
+    for name in ("run.jsonl", "report.html"):
+        if (folder / name).exists():
+            raise UsageError(f"{folder} already holds {name}, which is never overwritten\nhint: --out another folder")
     return folder
 
 
@@ -482,4 +487,5 @@ def _command() -> str:
     """The command line without folders, so that a record names no one's home."""
     program = Path(sys.argv[0]).name if sys.argv else "python"
     words = ["attnscope" if program == "__main__.py" else program or "python", *sys.argv[1:]]
+    words = [printable(word) for word in words]
     return shlex.join(word if "/" not in word or "," in word else Path(word).name for word in words)

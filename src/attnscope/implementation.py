@@ -6,10 +6,12 @@ so that ``attnscope list`` works without torch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -236,6 +238,7 @@ def _either(words: frozenset[str]) -> str:
 
 # --- registry ---------------------------------------------------------------------------------------------------------
 
+MAX_NAME = 100
 _registered: dict[str, Implementation | str] = {}
 
 
@@ -256,11 +259,21 @@ def register(implementation: Implementation | str) -> None:
         raise UsageError(
             f"an implementation must have {', '.join(lacking)}, {found!r} has not\nhint: see CONTRIBUTING.md"
         )
-    if not re.fullmatch(r"[A-Za-z0-9_.:@/-]+", found.name):
-        raise UsageError(f"an implementation's name must hold letters, digits and _.:@/- only, got {found.name!r}")
-    if found.name in builtin_references():
-        raise UsageError(f"the name {found.name!r} is taken by an implementation of attnscope\nhint: choose another")
+    _check_name(found.name)
+    if not isinstance(found.sheet, Sheet):
+        raise UsageError(f"the sheet of {found.name} must be an attnscope Sheet, got {found.sheet!r}")
     _registered[found.name] = implementation if isinstance(implementation, str) else found
+
+
+def _check_name(name: object) -> None:
+    fits = isinstance(name, str) and len(name) <= MAX_NAME and ".." not in name
+    if not fits or not re.fullmatch(r"[A-Za-z0-9_.:@/-]+", str(name)):
+        raise UsageError(
+            f"an implementation's name must be at most {MAX_NAME} letters, digits and _.:@/- without '..', "
+            f"got {name!r:.120}"
+        )
+    if name in builtin_references() or name in ("all", "ladder"):
+        raise UsageError(f"the name {name!r} is taken by attnscope\nhint: choose another")
 
 
 def builtin_references() -> dict[str, str]:
@@ -331,10 +344,14 @@ def load_reference(reference: str) -> Implementation:
     """
     module_name, _, attribute = reference.partition(":")
     try:
-        made = getattr(importlib.import_module(module_name), attribute)
-        return made() if isinstance(made, type) else made
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"implementation {reference!r} cannot be loaded: {error}") from error
+        with contextlib.redirect_stdout(sys.stderr):  # results alone belong on stdout
+            made = getattr(importlib.import_module(module_name), attribute)
+            return made() if isinstance(made, type) else made
+    except (Exception, SystemExit) as error:  # someone else's code, which may do anything when it is imported
+        raise UsageError(
+            f"implementation {reference!r} cannot be loaded: {type(error).__name__}: {error}\n"
+            "hint: module:Class, where the module imports and the class is constructed without arguments"
+        ) from error
 
 
 def require_supported(name: str, workload: Workload, device: Device, direction: str) -> Implementation:
@@ -348,7 +365,10 @@ def require_supported(name: str, workload: Workload, device: Device, direction: 
 def safe_reasons(implementation: Implementation, workload: Workload, device: Device, direction: str) -> list[str]:
     """``reasons_unsupported`` of an implementation that may break the contract by raising."""
     try:
-        return list(implementation.reasons_unsupported(workload, device, direction))
+        reasons = implementation.reasons_unsupported(workload, device, direction)
+        if isinstance(reasons, str) or not all(isinstance(reason, str) for reason in reasons):
+            return [f"reasons_unsupported must return a list of sentences, got {reasons!r:.120}"]
+        return list(reasons)
     except AttnscopeError as error:
         return [str(error)]
     except Exception as error:  # someone else's code; its fault is its reason

@@ -294,7 +294,7 @@ def _add_options(inputs: Inputs, normal: Any, generator: Any) -> None:
     if w.sinks:
         inputs.sinks = normal(w.H)
     if w.dropout:
-        keep = torch.rand(w.B, w.H, w.L, w.S, generator=generator, device=device)
+        keep = torch.rand(w.B, w.H, w.L, w.S, generator=generator, device=device, dtype=torch.float32)
         inputs.dropout_keep = keep >= w.dropout
     inputs.visible_pairs = count_visible_pairs(inputs)
 
@@ -304,7 +304,7 @@ def _random_mask(w: Workload, generator: Any, device: str) -> Tensor:
     import torch
 
     shape = w.broadcast_shape(w.mask)
-    mask = torch.rand(shape, generator=generator, device=device) < 0.7
+    mask = torch.rand(shape, generator=generator, device=device, dtype=torch.float32) < 0.7
     if shape[2] == w.L and shape[3] == w.S and w.S > 0:
         rows = torch.arange(w.L, device=device)
         for b in range(w.B if w.lengths is not None else min(w.B, 1)):
@@ -431,7 +431,7 @@ def _peaky(inputs: Inputs, generator: Any) -> None:
     """One key in sixteen, and at least one, is eight times as long: softmax rows become nearly one-hot."""
     import torch
 
-    chance = torch.rand(inputs.workload.S, generator=generator, device=inputs.k.device)
+    chance = torch.rand(inputs.workload.S, generator=generator, device=inputs.k.device, dtype=torch.float32)
     inputs.k[:, :, (chance < 1 / 16) | (chance == chance.amin(0) if len(chance) else False)] *= 8
 
 

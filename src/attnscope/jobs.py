@@ -6,11 +6,12 @@ that several calls share (references, inputs of the current workload) lives in t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from attnscope import implementation as registry
 from attnscope.checking import ReferenceCache, check_implementation
 from attnscope.device import Device, Environment, available_memory_bytes, find_device, read_environment
+from attnscope.errors import CheckFailed
 from attnscope.implementation import Implementation, Prepared, safe_reasons
 from attnscope.inputs import Inputs, make_inputs, refuse_too_large
 from attnscope.measuring import (
@@ -95,6 +97,28 @@ def survey(ask: Ask, *, report: Report) -> dict[str, dict[str, list[str]]]:
 
 def check(ask: Ask, name: str, directions: tuple[str, ...], *, report: Report) -> Checked:
     """Prepare, run once, check against float64, and name the kernels that ran."""
+    with _global_state_kept():
+        return _check(ask, name, directions, report)
+
+
+@contextlib.contextmanager
+def _global_state_kept() -> Iterator[None]:
+    """What an implementation sets for all of torch must not fall on the next one."""
+    import torch
+
+    kept = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept[0])
+        torch.set_num_threads(kept[1])
+        torch.set_grad_enabled(kept[2])
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def _check(ask: Ask, name: str, directions: tuple[str, ...], report: Report) -> Checked:
     implementation = _find(ask, name)
     report(("prepare", name))
     started = time.perf_counter()
@@ -116,7 +140,7 @@ def check(ask: Ask, name: str, directions: tuple[str, ...], *, report: Report) -
     kernels = {direction: kernel_names(prepared, inputs, direction) for direction in directions}
     seen = kernels.get("forward") or next(iter(kernels.values()), ())
     ran = implementation.ran(seen) if hasattr(implementation, "ran") else None
-    return Checked(result, kernels, _family_mismatch(implementation, kernels, ask.device.kind), ran, prepare_s, first)
+    return Checked(result, kernels, _family_mismatch(implementation, kernels, ask), ran, prepare_s, first)
 
 
 def limits(device: Device, options: MeasureOptions, *, report: Report) -> Limits:
@@ -149,6 +173,7 @@ def measure(
             contestants.append(_contestant(ask, name, direction, inputs, *first[name]))
         except Exception as error:
             raise MeasureFailed(name, error) from error
+    before = {contestant.name: _tensors(contestant.call()) for contestant in contestants}
     measurements, verdicts = measure_rivals(
         contestants,
         ask.workload,
@@ -160,7 +185,23 @@ def measure(
         progress=lambda name, stage: report((stage, name)),
         warm=(inputs.q,) if ask.workload.L == 1 else (),  # decode: the keys are cold, the query was just made
     )
+    for contestant in contestants:
+        if not _same(before[contestant.name], _tensors(contestant.call())):
+            raise MeasureFailed(contestant.name, CheckFailed("its result is no longer what it was before it was timed"))
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
+
+
+def _tensors(result: Any) -> list[Any]:
+    """Copies of what a call returned: out, or the gradients."""
+    return [tensor.clone() for tensor in (result.tensors().values() if hasattr(result, "tensors") else [result])]
+
+
+def _same(before: list[Any], after: list[Any]) -> bool:
+    """Alike within 1 % of their norm: sums in another order may differ, a result that was swapped does."""
+    return all(
+        bool(((b.float() - a.float()).norm() <= 0.01 * b.float().norm()).item())
+        for b, a in zip(before, after, strict=True)
+    )
 
 
 def profile(
@@ -288,11 +329,11 @@ def _synchronise(device: Device) -> None:
         torch.cuda.synchronize(device.index)
 
 
-def _family_mismatch(
-    implementation: Implementation, kernels: dict[str, tuple[str, ...]], device_kind: str
-) -> str | None:
-    """A sentence where what ran is not of the family that the sheet claims."""
-    sheet = implementation.sheet
+def _family_mismatch(implementation: Implementation, kernels: dict[str, tuple[str, ...]], ask: Ask) -> str | None:
+    """A sentence where what ran is not of the family that the sheet claims; without a score nothing need run."""
+    sheet, device_kind = implementation.sheet, ask.device.kind
+    if not ask.workload.visible_pairs():
+        return None
     for direction, seen in kernels.items():
         if not seen:
             continue

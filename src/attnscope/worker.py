@@ -140,7 +140,8 @@ class Worker:
             code = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             code = 0
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:] if self._log else []
+        said = self._log.read_text(errors="replace").splitlines() if self._log else []
+        lines = [line for line in said if not line.startswith("USDT:")][-LOG_LINES:]
         self.kill()
         cause = f"its process ended with exit code {code}"
         if code < 0:
@@ -179,7 +180,12 @@ def describe(error: BaseException) -> tuple[str, str, str]:
 
     message = str(error).strip() or "no message"
     log = "".join(traceback.format_exception(error)[-8:])
-    return type(error).__name__, "\n".join(message.splitlines()[:4]), log
+    return type(error).__name__, printable("\n".join(message.splitlines()[:4])), printable(log)
+
+
+def printable(text: str) -> str:
+    """``text`` with what no UTF-8 can hold written as an escape, so that a record of it can be kept."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def serve(connection: Connection[Any, Any]) -> None:
