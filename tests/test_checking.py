@@ -438,8 +438,10 @@ def test_real_implementations_never_fail_by_budget(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(size, "bf16") for size in SIZES] + [(size, d) for size in (63, 129, 1024) for d in ("fp16", "fp32")],
+)
 def test_real_implementations_never_fail_by_budget_at_any_size(size, dtype):
     for seed, rest in enumerate(("", ",causal") if size > 300 else ("", ",causal", ",causal=bottom_right,S65")):
         cache = ReferenceCache()
