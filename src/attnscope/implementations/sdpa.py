@@ -131,7 +131,7 @@ class _Fused(_Sdpa):
             return []
         for easier, easier_direction, sentence in _easier(workload, direction):
             if accepts(easier, easier_direction):
-                return [f"PyTorch {_versions(device)} {sentence}"]
+                return [f"PyTorch {_versions(self.backend)} {sentence}"]
         return ["PyTorch's own selection refuses these tensors"]
 
 
@@ -416,8 +416,9 @@ def _masking_cause(w: Workload) -> str:
     return " with ".join(FEATURE_SENTENCES[word] for word in words)
 
 
-def _versions(device: Device) -> str:
+def _versions(backend: str) -> str:
+    """torch's version, and that of cuDNN where it is cuDNN that refuses."""
     import torch
 
-    cudnn = torch.backends.cudnn.version() if device.kind == "cuda" else None
+    cudnn = torch.backends.cudnn.version() if backend == "CUDNN_ATTENTION" else None
     return f"{torch.__version__}" + (f" with cuDNN {cudnn}" if cudnn else "")
