@@ -78,6 +78,12 @@ def check_rung(emulator, rung, spelled, block):
         assert error < limit, f"{rung.name}, {workload}, block size {block}: {name} is off by {error:.1e}, over {limit}"
 
 
+def head_dim(rung, wanted: int) -> int:
+    """``wanted``, or the next that the rung takes."""
+    multiple = rung.sheet.head_dim_multiple
+    return -(-wanted // multiple) * multiple
+
+
 def test_a_rung_is_right_on_the_emulator(emulated):
     check_rung(emulated, cuda_ladder.ForwardV4, "B2,H2,L33,D32,fp32,causal,layout=qkv", 64)
 
@@ -86,21 +92,50 @@ def test_a_rung_is_right_on_the_emulator(emulated):
 @pytest.mark.parametrize("length", [1, 5, 64, 65])
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_every_rung_is_right_on_the_emulator(emulated, rung, length):
-    check_rung(emulated, rung, f"B1,H2,L{length},D32,fp32,causal,layout=qkv", rung.block_sizes[1])
+    check_rung(emulated, rung, f"B1,H2,L{length},D{head_dim(rung, 32)},fp32,causal,layout=qkv", rung.block_sizes[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_every_block_size_is_right_on_the_emulator(emulated, rung):
     for block in rung.block_sizes:
-        check_rung(emulated, rung, "B1,H1,L37,D16,fp32,causal,layout=qkv", block)
+        check_rung(emulated, rung, f"B1,H1,L37,D{head_dim(rung, 16)},fp32,causal,layout=qkv", block)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", [r for r in ALL_RUNGS if issubclass(r, flash.FlashLadder)], ids=lambda r: r.name)
 def test_tensor_core_rungs_take_wide_heads_fp16_and_other_scales(emulated, rung):
-    for spelled in ("B1,H1,L70,D128,fp16,causal", "B1,H2,L66,D48,bf16,causal,scale=0", "B1,H1,L130,D64,fp16,causal"):
-        check_rung(emulated, rung, spelled, 64)
+    narrow = f"B1,H2,L66,D{head_dim(rung, 48)},bf16,causal,scale=0"
+    for spelled in ("B1,H1,L70,D128,fp16,causal", narrow, "B1,H1,L130,D64,fp16,causal"):
+        check_rung(emulated, rung, spelled, rung.block_sizes[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", cuda_ladder.ForwardV9Wgmma.block_sizes)
+def test_tiles_go_round_the_buffers(emulated, block):
+    check_rung(emulated, cuda_ladder.ForwardV9Wgmma, "B1,H1,L391,D64,bf16,causal", block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stands", "instead"),
+    [
+        ("publish_to_products();", ""),
+        ("      wait_for_products<0>();", ""),
+        ("#define STAGES 3", "#define STAGES 2"),
+        ("    __syncthreads();", ""),
+    ],
+)
+def test_the_emulator_sees_what_a_warpgroup_kernel_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
+    for file in common.FOLDER.glob("*.cu*"):
+        text = file.read_text()
+        if file.name == cuda_ladder.ForwardV9Wgmma.source:
+            assert stands in text
+            text = text.replace(stands, instead)
+        (tmp_path / file.name).write_text(text)
+    monkeypatch.setattr(common, "FOLDER", tmp_path)
+    with pytest.raises(AssertionError):
+        check_rung(emulated, cuda_ladder.ForwardV9Wgmma, "B1,H1,L256,D64,bf16,causal", 128)
 
 
 def test_a_negative_scale_is_right_where_it_is_taken(emulated):

@@ -202,7 +202,7 @@ def run_ladder(
 def compile_ladder(architecture: str, direction: str | None = None, head_dim: int = 64) -> list[CompiledKernel]:
     """Compile every kernel of every rung for one architecture; needs no GPU.
 
-    Rungs that need a newer architecture than that are left out, as their sheets say.
+    Rungs that need a newer architecture than that, or another, are left out, as their reasons say.
 
     Raises:
         PrepareFailed: one does not compile, or NVRTC is missing.
@@ -218,10 +218,13 @@ def compile_ladder(architecture: str, direction: str | None = None, head_dim: in
             rung = kind()
             if rung.sheet.min_capability is not None and capability < rung.sheet.min_capability:
                 continue
+            if rung.only_capability not in (None, capability):
+                continue
+            exact = architecture + "a" if rung.only_capability else architecture
             for source, defines in rung.kernel_sources(head_dim, rung.default_block_size):
-                cubin = cuda.compile_source(FOLDER / source, architecture, defines)
+                cubin = cuda.compile_source(FOLDER / source, exact, defines)
                 shown = " ".join(f"{name}={value}" for name, value in sorted(defines.items()))
-                found += [_compiled(rung, source, shown, architecture, one) for one in cubin.resources]
+                found += [_compiled(rung, source, shown, exact, one) for one in cubin.resources]
     return found
 
 
