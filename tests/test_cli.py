@@ -178,6 +178,12 @@ def test_several_runs_are_one_json_document(tmp_path):
     assert [document["schema_version"] for document in documents] == [1, 1]
 
 
+def test_a_terminal_of_few_characters_gets_others_instead():
+    done = attnscope("demo", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "sdpa_cudnn" in done.stdout and "us" in done.stdout and "?" not in done.stdout.partition("findings")[0]
+
+
 def test_list_works_and_fits_80_columns():
     done = attnscope("list")
     assert done.returncode == 0, done.stderr

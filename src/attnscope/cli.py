@@ -19,6 +19,7 @@ import typer
 
 from attnscope.explain_cli import explain
 from attnscope.ladder_cli import ladder
+from attnscope.terminal import never_fail_to_encode
 
 if TYPE_CHECKING:
     from attnscope.comparing import Plan, Watcher
@@ -237,6 +238,7 @@ def main() -> None:
     from attnscope.errors import AttnscopeError
 
     signal.signal(signal.SIGTERM, _interrupt)
+    never_fail_to_encode()
     try:
         code = app(standalone_mode=False)  # of a typer.Exit, which it swallows
         if sys.stdout is not None:
