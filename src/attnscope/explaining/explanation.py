@@ -16,7 +16,8 @@ class Window:
 
     ``lost`` are sentences on what the trace lacks or cannot show. ``unattributed_us`` is GPU time of which the trace
     does not say which op it was for, ``attention_us`` what attention took (some of it known by kernel names alone:
-    ``inferred_us``); the rest is other work. On a CPU trace the same figures are the ops' own times.
+    ``inferred_us``); the rest is other work. ``attention_by`` splits ``attention_us`` by what it is known by, the
+    surest first. On a CPU trace the same figures are the ops' own times.
     """
 
     card: str | None
@@ -35,6 +36,7 @@ class Window:
     inferred_us: float
     unattributed_us: float
     lost: tuple[str, ...] = ()
+    attention_by: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
