@@ -45,7 +45,8 @@ class CallSite:
 
     ``tflop_per_s`` counts useful FLOPs (causal: visible pairs; backward with the recomputation), ``peak_fraction`` is
     its share of the card's data sheet (``peak_source``). ``inferred``: known by kernel names alone. ``sizes`` are
-    (B·H, L, S, D), the same however heads are folded.
+    (B·H, L, S, D), the same however heads are folded. ``workload`` spells it for ``attnscope compare``, with what was
+    ``assumed``; where the trace says too little for that, ``no_workload`` is the reason.
     """
 
     name: str
@@ -64,6 +65,9 @@ class CallSite:
     inferred: bool
     sizes: tuple[int, int, int, int] | None = None
     kernels: tuple[str, ...] = ()
+    workload: str | None = None
+    assumed: tuple[str, ...] = ()
+    no_workload: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Stage 7: the explanation of traces as one self-contained page, or as a notebook's fragment, without scripts.
 
-Reads Explanation and Difference, writes HTML. Must import neither torch nor a stage before explaining. Everything that
+Reads Explanation, Difference and Trial, writes HTML. Must import neither torch nor a stage before explaining. What
 comes from a trace is escaped, and the page forbids itself scripts and anything from elsewhere.
 """
 
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from attnscope.explaining.explanation import Difference, Explanation
+from attnscope.explaining.trial import Trial
 from attnscope.reporting.explanation_text import OVERLAP, saving_text, share, site_figures, window_facts
+from attnscope.reporting.trial_text import render_trial
 from attnscope.reporting.words import clean, shorten
 from attnscope.units import format_us, significant
 
@@ -20,10 +22,13 @@ NAME_WIDTH = 300
 KERNELS_WIDTH = 160
 
 
-def explanations_page(explanations: Sequence[Explanation], difference: Difference | None = None) -> str:
+def explanations_page(
+    explanations: Sequence[Explanation], difference: Difference | None = None, trial: Trial | None = None
+) -> str:
     """The whole page."""
     template = _environment().get_template("explanation.html.j2")
-    return template.render(explanations=explanations, difference=difference, overlap=OVERLAP)
+    tried = render_trial(trial) if trial is not None else None
+    return template.render(explanations=explanations, difference=difference, overlap=OVERLAP, tried=tried)
 
 
 def explanation_fragment(explanation: Explanation) -> str:
