@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import attnscope
 import factories
 import trace_builder as tb
 from attnscope.cli import app
@@ -186,7 +187,7 @@ def measured(times: dict[str, Any], workload: str = BLOG, **changes: Any) -> Run
     for name, us in times.items():
         pair = us if isinstance(us, tuple) else (us, None)
         made = factories.result("sdpa_flash").with_changes(
-            implementation=name, workload=workload, verdicts=(), profiles=(), kernels=(), findings=(), status="ok", error=None, reasons={},
+            implementation=name, workload=workload, verdicts=(), profiles=(), kernels=(), findings=(), reasons={},
             check=factories.check(), forward=factories.measurement("forward", pair[0]),
             backward=factories.measurement("backward", pair[1]) if pair[1] else None,
         )  # fmt: skip
@@ -217,7 +218,10 @@ def test_the_step_by_the_ratio_of_what_ran_and_what_is_fastest() -> None:
     assert trial.after_us == pytest.approx(4 * (92.6 * 0.6 + 500))
     text = render_trial(trial)
     assert "these 3 steps would take 2.37 ms → 2.22 ms" in text
-    assert "370 µs × 60.0 µs / 100 µs = 222 µs" in text and "2.37 ms - 370 µs of the calls tried + 222 µs" in text
+    assert (
+        "370 µs × (4 × 60.0 µs) / (4 × 100 µs) = 222 µs" in text
+        and "2.37 ms - 370 µs of the calls tried + 222 µs" in text
+    )
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -268,7 +272,7 @@ def test_wrong_and_incomparable_ones_never_win() -> None:
     told = explained(lambda b: sdpa(b, strides=BLHD))
     run = measured({"sdpa_flash": 100.0, "quantised": 10.0, "apart": 20.0}, f"{BLOG},layout=blhd")
     flash, quantised, apart = run.results
-    wrong = factories.result("broken").with_changes(workload=flash.workload)
+    wrong = factories.wrong(workload=flash.workload)
     assert wrong.status == "check_failed"
     changed = (
         flash, quantised.with_changes(status="approximate"), apart.with_changes(comparable=False), wrong,
@@ -284,7 +288,9 @@ def test_a_cpu_says_nothing_of_a_card() -> None:
     told = explained(lambda b: sdpa(b, strides=BLHD))
     run = measured({"sdpa_flash": 100.0, "sdpa_math": 60.0}, f"{BLOG},layout=blhd", device=factories.cpu())
     trial = tried(told, run)
-    assert not trial.same_card and trial.after_us is None and "say nothing of that card" in trial.card_sentence
+    assert not trial.same_card and trial.after_us is trial.ratio is None
+    assert "says nothing of that card" in trial.card_sentence and trial.tried[0].fastest == "sdpa_math"
+    assert "so there is no ratio" in " ".join(render_trial(trial).split())
 
 
 def test_only_the_longest_are_tried_and_the_others_named() -> None:
@@ -335,12 +341,13 @@ def test_a_trace_without_workloads_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_measures_here(tmp_path: Path) -> None:
-    def build(b: TraceBuilder) -> None:
-        sdpa(b, q=[1, 2, 64, 16], causal="True", dtype="float", strides=[2048, 16, 32, 1])
-        sdpa(b, q=[1, 2, 64, 16], dropout="0.1")
-
-    trace = saved(tmp_path / "t.json", build)
+def test_what_was_watched_here_is_tried_here(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 64, 2, 16).transpose(1, 2)
+    with attnscope.watch() as w:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    trace = w.save(tmp_path / "t.json.gz")
     result = explain(trace, "--try", "--device", "cpu", "--implementations", "sdpa_flash,sdpa_math", "--json")
     assert result.exit_code == 0, result.exception
     trial = json.loads(result.stdout)["trial"]

@@ -110,7 +110,7 @@ def judge(
     left = list(not_tried)
     for group in groups:
         results = [r for run in runs for r in run.results if r.workload == group.workload]
-        one = _tried(group, results, same_card, unfused_needs_stand_in=not same_card)
+        one = _tried(group, results, same_card, _same_here(group, results, same_card, runs[0], window.on_gpu))
         if one is None:
             reason = "nothing that was run here passed its check in every direction that the trace ran"
             left += [_not_tried(site, f"{reason}{_failures(results)}") for site in group.sites]
@@ -158,8 +158,7 @@ def _cards(explanation: Explanation, run: Run | None) -> tuple[bool, str]:
         return False, "the trace does not say which CPU it comes from, so ratios are given, not times"
     if here.kind != "cuda":
         return False, (
-            f"the trace comes from a GPU ({window.card or 'unnamed'}) and this was measured on a CPU: the ratios hold "
-            "for this CPU and say nothing of that card"
+            f"the trace comes from a GPU ({window.card or 'unnamed'}), this is a CPU, which says nothing of that card"
         )
     if window.card != here.name:
         return False, f"the trace comes from another card ({window.card or 'unnamed'}), so ratios are given, not times"
@@ -169,20 +168,26 @@ def _cards(explanation: Explanation, run: Run | None) -> tuple[bool, str]:
 # --- one group --------------------------------------------------------------------------------------------------------
 
 
-def _tried(
-    group: Group, results: Sequence[Result], same_card: bool, *, unfused_needs_stand_in: bool
-) -> TriedSite | None:
+def _same_here(group: Group, results: Sequence[Result], same_card: bool, run: Run, on_gpu: bool) -> str | None:
+    """Ours that runs what the trace ran; None where nothing here does, as on another kind of device."""
+    if on_gpu != (run.device.kind == "cuda") or "AOTriton" in group.ran:
+        return None
+    same = next((ours for begin, ours in SAME if group.ran.startswith(begin)), None)
+    if same is None and "unfused" in group.ran and not same_card:
+        same = STAND_IN
+    return same if any(result.implementation == same for result in results) else None
+
+
+def _tried(group: Group, results: Sequence[Result], same_card: bool, same: str | None) -> TriedSite | None:
     """The group's row; None where nothing right was measured in all its directions."""
     calls = group.calls
     able = {r.implementation: r for r in results if r.status == "ok" and r.comparable and _costs(r, calls) is not None}
     if not able:
         return None
     assumed = list(dict.fromkeys(said for site in group.sites for said in site.assumed))
-    same = next((ours for begin, ours in SAME if group.ran.startswith(begin) and "AOTriton" not in group.ran), None)
-    if same is None and unfused_needs_stand_in and "unfused" in group.ran and STAND_IN in able:
-        same = STAND_IN
-        assumed.append(NAIVE_STANDS_IN)
     same = same if same in able else None
+    if same == STAND_IN:
+        assumed.append(NAIVE_STANDS_IN)
     if "forward" not in calls:
         assumed.append("its forward is not in the trace: judged by the backward alone")
     if "backward" in calls and any("bias=" in site.workload for site in group.sites if site.workload):
@@ -216,15 +221,17 @@ def _tried(
 def _with_times(row: TriedSite, best_ms: float, same_ms: float | None, same_card: bool) -> TriedSite:
     """The row with its arithmetic. Where ours that ran in the trace was measured too, the ratio of the two measured
     alike carries over; else the measured times themselves, which include what a call costs with a cold cache."""
+    parts = _parts(row.calls, row.fastest_ms)
     if same_ms is not None:
-        quotient = f"{format_ms(best_ms)} / {format_ms(same_ms)}"
+        if row.fastest == row.same_here:
+            return replace(row, after_us=row.trace_us if same_card else None, arithmetic="× 1")
+        quotient = f"({parts}) / ({_parts(row.calls, row.same_ms)})"
         if not same_card:
-            return replace(row, arithmetic=f"{quotient} = × {significant(best_ms / same_ms)} for these calls, here")
+            return replace(row, arithmetic=f"{quotient} = × {significant(best_ms / same_ms)}, here")
         after = row.trace_us * best_ms / same_ms
         return replace(row, after_us=after, arithmetic=f"{format_us(row.trace_us)} × {quotient} = {format_us(after)}")
     if not same_card:
         return replace(row, arithmetic="what the trace ran is not measured here, so there is nothing to set it against")
-    parts = " + ".join(f"{row.calls[d]} × {format_ms(ms)}" for d, ms in row.fastest_ms.items())
     after = 1e3 * best_ms
     if after < row.trace_us:
         return replace(row, after_us=after, arithmetic=f"{parts} = {format_us(after)}")
@@ -232,6 +239,10 @@ def _with_times(row: TriedSite, best_ms: float, same_ms: float | None, same_card
         row, fastest=None, fastest_ms={}, after_us=row.trace_us, ratio=None,
         arithmetic=f"the fastest here, {row.fastest}, takes {parts} = {format_us(after)}: what ran stays",
     )  # fmt: skip
+
+
+def _parts(calls: dict[str, int], times_ms: dict[str, float]) -> str:
+    return " + ".join(f"{calls[direction]} × {format_ms(ms)}" for direction, ms in times_ms.items())
 
 
 def _times(result: Result, calls: dict[str, int]) -> dict[str, float]:

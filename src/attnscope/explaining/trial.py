@@ -50,8 +50,9 @@ class NotTried:
 class Trial:
     """The whole: where it was measured, site by site, and what all of it would take.
 
-    ``before_us`` and ``after_us`` are the GPU time of all that was traced (``steps`` profiler steps); None where the trace's card is not the one here, or nothing could be tried. Then
-    ``ratio`` is what remains: the attention tried, weighted by its time in the trace.
+    ``before_us`` and ``after_us`` are the GPU time of all that was traced (``steps`` profiler steps); None where the
+    trace's card is not the one here, or nothing could be tried. Then ``ratio`` is what remains: that of the attention
+    tried, weighted by its time in the trace.
     """
 
     trace: str

@@ -60,7 +60,8 @@ def _site(one: TriedSite) -> Iterator[str]:
         yield from _wrapped(f"what the trace ran, here: {one.same_here}, {_times(one.same_ms)} a call", "    ")
     if one.same_here is not None and one.same_here == one.fastest:
         yield from _wrapped("that is what the trace ran: nothing is faster here", "    ")
-    yield from _wrapped(one.arithmetic, "    ")
+    else:
+        yield from _wrapped(one.arithmetic, "    ")
     for said in one.assumed:
         yield from _wrapped(f"assumed: {clean(said)}", "    ")
     for said in one.left_out:
