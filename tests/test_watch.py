@@ -57,6 +57,7 @@ def state() -> tuple[Any, ...]:
         torch.random.get_rng_state().tolist(), torch.is_grad_enabled(), torch.autograd._profiler_enabled(),
         torch.autograd.profiler._is_profiler_enabled, torch.overrides._get_current_function_mode_stack(),
         torch.get_default_dtype(), torch.cuda.CUDAGraph.replay, gc.isenabled(),
+        dict(torch.autograd.profiler.KinetoStepTracker._step_dict),
     )  # fmt: skip
 
 

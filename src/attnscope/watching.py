@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attnscope.explaining.explanation import Explanation
 
 NAME = "watch"
+STEP_COUNT = "ProfilerStep"  # what torch.profiler.profile counts its steps under
 _OPEN = threading.Lock()  # held by the one watch of this process that is open
 
 
@@ -158,7 +159,7 @@ class Watch:
             acc_events=True,
         )  # fmt: skip
         try:
-            self._profiler.start()
+            self._profiler.__enter__()
         except RuntimeError as error:
             raise TraceError(
                 f"torch's profiler does not start: {error}\n"
@@ -190,10 +191,10 @@ class Watch:
         """Stop our profiler. One that was started inside the block has taken its records, and perhaps still runs."""
         other_runs = torch.autograd._profiler_enabled()
         if not other_runs and torch.autograd.profiler._is_profiler_enabled:
-            self._profiler.stop()
+            self._profiler.__exit__(None, None, None)
             return
         if not other_runs:
-            self._profiler.stop()  # it has nothing to tell, but shall not hold torch's profiler
+            self._profiler.__exit__(None, None, None)  # it has nothing to tell, but shall not hold torch's profiler
         raise TraceError(
             "the watch recorded nothing, because another torch profiler was started inside its block\n"
             "hint: profile in one place; the trace of the other reads with attnscope explain"
@@ -259,7 +260,8 @@ def refuse_other_profilers() -> None:
     """Raises TraceError where a torch profiler of this process records, or waits in its schedule to record.
 
     One that waits shows in no flag, and starting another one makes it end the process when its turn comes; so it is
-    looked for among the living objects: a profiler with a schedule holds a scope from its start to its stop.
+    looked for among the living objects. A profiler with a schedule holds a scope from its start on, which older torch
+    leaves in place at its stop, and counts steps under a name that its end erases.
     """
     from attnscope.profiling import only_profiler
 
@@ -274,8 +276,11 @@ def refuse_other_profilers() -> None:
 
 def _scheduled_profilers() -> Iterator[Any]:
     torch = _torch()
+    counted = getattr(torch.autograd.profiler.KinetoStepTracker, "_step_dict", None)
+    if counted is not None and STEP_COUNT not in counted:
+        return
     for one in gc.get_objects():
-        if type(one) is torch.profiler.profile and getattr(one, "step_rec_fn", None) is not None:
+        if issubclass(type(one), torch.profiler.profile) and getattr(one, "step_rec_fn", None) is not None:
             yield one
 
 

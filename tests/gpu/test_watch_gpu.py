@@ -57,6 +57,9 @@ def inputs(torch: Any) -> Any:
 def shares(w: Watch, folder: Path, calls: int, kernels: int = 1) -> tuple[float, float]:
     """(attributed with their op, known at all): attention time of the explanation over that of the known kernels."""
     trace = read_trace(w.save(folder / "trace.json.gz"))
+    print(w)
+    for event in trace.device_events[:60]:  # shown where a test fails
+        print(event.kind, event.stream, event.graph_id, event.launch.name if event.launch else None, event.name[:60])
     known = [event for event in trace.device_events if FLASH.search(event.name)]
     assert len(known) == calls * kernels, [event.name for event in trace.device_events]
     truth = sum(event.duration_us for event in known)

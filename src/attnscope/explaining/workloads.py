@@ -26,7 +26,7 @@ BY_NAME_ONLY = "it is known by kernel names only, so its shapes are not in the t
 STRANGE_OP = "only PyTorch's SDPA ops and attention that is written out are read as workloads, not {}"
 RANDOM_MASK = "the values of its mask are not in the trace: random ones of that shape stand for them"
 RANDOM_BIAS = "the values of its additive mask are not in the trace: random ones of that shape stand for them"
-NO_CAUSAL = "whether it is causal is not in the trace: tried as not causal"
+NO_CAUSAL = "whether it is causal or drops out is not in the trace: tried without either"
 NO_LAYOUT = "its strides are not in the trace: tried with heads before rows, layout bhld"
 FOLDED = "batch and heads are folded in the trace: tried with one head a batch entry"
 # Between the two products these change neither the problem nor what must be computed.
