@@ -216,6 +216,26 @@ def test_asking_too_early_is_a_sentence() -> None:
         w.save("t.json")
 
 
+@pytest.mark.parametrize("body_fails", [True, False])
+def test_a_device_that_failed_never_hides_the_body_s_error(monkeypatch: pytest.MonkeyPatch, body_fails: bool) -> None:
+    w = attnscope.watch()
+    with pytest.raises(ZeroDivisionError if body_fails else RuntimeError), w:
+        monkeypatch.setattr("attnscope.watching._synchronise", broken)
+        if body_fails:
+            1 / 0
+    monkeypatch.undo()
+    if not body_fails:
+        with pytest.raises(TraceError, match="an illegal memory access"):
+            w.explanation
+    with attnscope.watch() as again:
+        model()(inputs())
+    assert again.explanation.sites
+
+
+def broken(torch: Any) -> None:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
 class Graph:
     """A stand-in for torch.cuda.CUDAGraph: what it is asked to do runs aten ops, so that scopes have an inside."""
 

@@ -162,7 +162,10 @@ def _cards(explanation: Explanation, run: Run | None) -> tuple[bool, str]:
         )
     if window.card != here.name:
         return False, f"the trace comes from another card ({window.card or 'unnamed'}), so ratios are given, not times"
-    return True, "the trace comes from such a card"
+    recorded = next((one for one in window.versions if one.startswith("torch ")), None)
+    torch = run.environment.packages.get("torch")
+    other = f", recorded with {recorded}" if recorded not in (None, f"torch {torch}") else ""
+    return True, f"the trace comes from such a card{other}"
 
 
 # --- one group --------------------------------------------------------------------------------------------------------
@@ -170,7 +173,7 @@ def _cards(explanation: Explanation, run: Run | None) -> tuple[bool, str]:
 
 def _same_here(group: Group, results: Sequence[Result], same_card: bool, run: Run, on_gpu: bool) -> str | None:
     """Ours that runs what the trace ran; None where nothing here does, as on another kind of device."""
-    if on_gpu != (run.device.kind == "cuda") or "AOTriton" in group.ran:
+    if on_gpu != (run.device.kind == "cuda") or ("AOTriton" in group.ran and not same_card):
         return None
     same = next((ours for begin, ours in SAME if group.ran.startswith(begin)), None)
     if same is None and "unfused" in group.ran and not same_card:

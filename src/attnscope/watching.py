@@ -90,8 +90,8 @@ class Watch:
         self._state = "closed"
         try:
             self._stop(_torch(), failed=error is not None)
-        except AttnscopeError as own:
-            self._failure = own
+        except (AttnscopeError, RuntimeError) as own:  # the second is torch's: a device that failed
+            self._failure = own if isinstance(own, AttnscopeError) else TraceError(f"the watch kept nothing: {own}")
             if error is None:
                 raise
 

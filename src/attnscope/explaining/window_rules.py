@@ -159,7 +159,7 @@ def graph_replay(facts: TraceFacts) -> Finding | None:
         f"launch{'es' if graphs != 1 else ''}; "
         "which op each was for is not in the trace, so attention in them is known by kernel names only.",
         evidence=(f"{format_us(total(works))} of {format_us(facts.window.sum_us)} GPU time", *evidence(works)[:3]),
-        remedy="profile the same step once without graphs to see the ops",
+        remedy="profile the same step once without graphs, or begin attnscope.watch() before the capture",
     )
 
 
