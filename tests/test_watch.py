@@ -94,7 +94,7 @@ def test_text_notebook_and_saved_trace_say_the_same(tmp_path: Path) -> None:
     with attnscope.watch() as w:
         net(x)
     assert PROBLEM in str(w) and "none: no kernel was recorded" in str(w)
-    fragment = w._repr_html_()
+    fragment = w._repr_html_() or ""
     assert PROBLEM in fragment and not {"<script", "<body", "<html"} & set(fragment.split(">"))
     style = fragment.split("<style>")[1].split("</style>")[0]
     assert all(line.startswith(".attnscope-explanation") for line in style.strip().splitlines())
@@ -202,6 +202,7 @@ def test_a_profiler_started_inside_is_told(ends: bool) -> None:
     assert any(event.name == "aten::add" for event in theirs.events())
     with pytest.raises(TraceError, match="started inside its block"):
         w.explanation
+    assert "started inside its block" in str(w)
     with attnscope.watch() as again:
         model()(inputs())
     assert again.explanation.sites
@@ -209,7 +210,7 @@ def test_a_profiler_started_inside_is_told(ends: bool) -> None:
 
 def test_asking_too_early_is_a_sentence() -> None:
     w = attnscope.watch()
-    assert "new" in repr(w)
+    assert str(w) == repr(w) == "<attnscope watch, new>" and w._repr_html_() is None
     with pytest.raises(UsageError, match="has not ended"):
         w.explanation
     with w, pytest.raises(UsageError, match="has not ended"):

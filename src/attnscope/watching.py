@@ -120,11 +120,11 @@ class Watch:
     def __str__(self) -> str:
         from attnscope.reporting.explanation_text import render_explanation
 
-        return render_explanation(self.explanation)
+        return render_explanation(self.explanation) if self._has_recorded else repr(self)
 
     def __repr__(self) -> str:
-        if self._state != "closed" or self._failure is not None:
-            return f"<attnscope watch, {'failed' if self._failure else self._state}>"
+        if not self._has_recorded:
+            return f"<attnscope watch, {self._failure or self._state}>"
         window = self.explanation.window
         kinds = len(self.explanation.sites)
         return (
@@ -132,10 +132,15 @@ class Watch:
             f"{len(self.explanation.findings)} findings{'' if window.on_gpu else ', CPU only'}: print it>"
         )
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        """The explanation as a fragment; None, for which a notebook shows the repr, before the block ended."""
         from attnscope.reporting.explanation_html import explanation_fragment
 
-        return explanation_fragment(self.explanation)
+        return explanation_fragment(self.explanation) if self._has_recorded else None
+
+    @property
+    def _has_recorded(self) -> bool:
+        return self._state == "closed" and self._failure is None
 
     def _recorded(self) -> bytes:
         if self._failure is not None:
