@@ -286,7 +286,7 @@ def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
     from attnscope.comparing import execute
     from attnscope.records import write_run
 
-    with _progress() as watcher:
+    with progress() as watcher:
         run = execute(plan, watcher)
     _show(run, json=json, wide=wide, profiles=profiles)
     if plan.out is not None:
@@ -338,7 +338,8 @@ def _fail_usage(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Watcher]:
+def progress() -> Iterator[Watcher]:
+    """A bar on stderr, and the watcher that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
