@@ -21,6 +21,7 @@ from attnscope.units import format_us, significant
 
 MISALIGNED = re.compile(r"_align[12]\b|_align[12]>")
 LEAST_COPY_US = 50.0
+FEW_BLOCKS = 0.5  # blocks for each multiprocessor
 LOW_OCCUPANCY = 25.0  # percent
 LEAST_SHARE = 0.005  # of the GPU's time, below which a product is not worth a word
 
@@ -154,7 +155,7 @@ def misaligned_gemm(facts: TraceFacts) -> Finding | None:
 
 
 def too_few_blocks(facts: TraceFacts) -> Finding | None:
-    """Attention kernels with fewer blocks than the card has multiprocessors."""
+    """Attention kernels with fewer blocks than half of the card's multiprocessors."""
     device = facts.device
     if device is None or not device.num_sms:
         return None
@@ -164,7 +165,7 @@ def too_few_blocks(facts: TraceFacts) -> Finding | None:
         if work.role in (FUSED, FUSED_BACKWARD, "matmul", "softmax")
         and work.event is not None
         and work.event.grid is not None
-        and math.prod(work.event.grid) < device.num_sms
+        and math.prod(work.event.grid) < FEW_BLOCKS * device.num_sms
     ]
     if not few or total(few) < 0.3 * total(facts.attention):
         return None

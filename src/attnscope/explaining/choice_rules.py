@@ -56,7 +56,7 @@ def better_implementation(facts: TraceFacts) -> Finding | None:
 
 
 def _faster(facts: TraceFacts, site: Site) -> Estimate | None:
-    """The fastest of the kernels that PyTorch prefers to the one that ran, where the gain is beyond the estimate's error."""
+    """The fastest of the kernels that PyTorch prefers to the one that ran; none where the gain is within the error."""
     first = site.first
     ran = KERNEL_OF.get(first.implementation)
     problem = first.problem
