@@ -27,6 +27,7 @@ from attnscope.workload import Workload
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = {"sdpa_cudnn": "cuDNN", "sdpa_flash": "flash", "sdpa_efficient": "efficient"}
 SHARES = [n / 100 for n in range(4, 96)]
+STRIDE = 6  # first every so many shares, then those around the best
 RAMPS = [n / 4 for n in range(33)]
 FEW, USUAL_RAMP = 4, 1.0  # so few points cannot tell a ramp from a share
 
@@ -97,16 +98,18 @@ def _best_share(
     family: tuple[str, str, str, str], head_dim: int, ramp: float, points: Sequence[Point]
 ) -> tuple[float, Rate]:
     card, kernel, direction, kind = family
-    best: tuple[float, Rate] | None = None
-    for share in SHARES:
+
+    def errors(share: float) -> list[float]:
         rate = Rate(card, kernel, direction, kind, head_dim, share, ramp, 0.0)
-        errors = [_time(point, rate) / point.us - 1 for point in points]
-        cost = sum(error * error for error in errors)
-        if best is None or cost < best[0]:
-            largest = round(max(abs(error) for error in errors), 2)
-            best = cost, Rate(card, kernel, direction, kind, head_dim, share, ramp, largest)
-    assert best is not None
-    return best
+        return [_time(point, rate) / point.us - 1 for point in points]
+
+    def cost(share: float) -> float:
+        return sum(error * error for error in errors(share))
+
+    near = SHARES.index(min(SHARES[::STRIDE], key=cost))
+    share = min(SHARES[max(near - STRIDE, 0) : near + STRIDE + 1], key=cost)
+    largest = round(max(abs(error) for error in errors(share)), 2)
+    return cost(share), Rate(card, kernel, direction, kind, head_dim, share, ramp, largest)
 
 
 def _time(point: Point, rate: Rate) -> float:
