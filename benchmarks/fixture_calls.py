@@ -109,6 +109,10 @@ def masked(backend: str, *, causal: bool) -> Callable[[Device], Call]:
             with torch.no_grad(), only(f"{backend.upper()}{'' if backend == 'math' else '_ATTENTION'}"):
                 return sdpa(q, k, v, attn_mask=mask)
 
+        try:
+            call()
+        except RuntimeError as error:
+            raise Skipped(str(error).strip().partition("\n")[0]) from error
         return call
 
     return make

@@ -131,7 +131,7 @@ def multihead_attention(device: str) -> Pair:
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
 
-    return forwards(lambda: module(x, x, x), after)
+    return forwards(lambda: module(x, x, x, average_attn_weights=False), after)
 
 
 def math_path(device: str) -> Pair:
@@ -321,7 +321,7 @@ def deterministic() -> Iterator[None]:
 
 
 def deterministic_backward(device: str) -> Pair:
-    inputs = qkv(device, 2, 8, 4096, 64, grad=True)
+    inputs = qkv(device, 8, 16, 2048, 64, grad=True)
 
     def forward() -> Any:
         with only("FLASH_ATTENTION"):

@@ -87,6 +87,8 @@ def elementwise(name: str, *tensors: tuple[str, list[int]], inside: str | None =
 
 ONES = elementwise("fill_", ("bool", [1024, 1024]), inside="aten::ones")
 PLACES = elementwise("le", ("int64", [1, 1024]), ("int64", [1024, 1]))
+JOIN = elementwise("bitwise_and", ("bool", [1024, 1024]), ("bool", [1024, 1024]), inside="aten::__and__")
+JOIN_BATCH = elementwise("masked_fill_", ("bool", [8, 1, 1024, 1024]), ("bool", [8, 1, 1, 1024]))
 LENGTHS = elementwise("lt", ("int64", [1, 1024]), ("int64", [8, 1]))
 
 
@@ -321,6 +323,10 @@ def test_silent_where_something_only_looks_like_it(kind: str, builds: tuple[Buil
         ((ONES, masked()), "all of it is True", "leave attn_mask out"),
         ((masked((8, 1, 1, 1024)),), "padding", "varlen"),
         ((LENGTHS, masked((8, 1, 1024, 1024))), "padding", "varlen"),
+        ((triangle("tril", 0), triangle("triu", -127), JOIN, masked()), "sliding window of 128 keys", "flex_attention"),
+        ((triangle("tril", 0), JOIN, masked()), "combined with something else", "pass is_causal=True"),
+        ((triangle("tril", 0), JOIN_BATCH, masked((8, 1, 1024, 1024))), "combined with", "pass is_causal=True"),
+        ((PLACES, LENGTHS, masked((8, 1, 1024, 1024))), "padding and more", "varlen"),
         ((triangle("tril", -7), masked()), "diagonal -7", "pass is_causal=True for a causal mask"),
         ((ONES, elementwise("bitwise_not", ("bool", [1024, 1024])), masked()), "does not show", "pass is_causal"),
         ((masked(),), "does not show", "pass is_causal"),

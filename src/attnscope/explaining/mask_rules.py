@@ -106,7 +106,8 @@ def _saving(facts: TraceFacts, kinds: dict[Site, MaskKind]) -> tuple[float | Non
 
     def without_mask(site: Site) -> Estimate | None:
         kind = told[site]
-        problem = replace(site.first.problem, mask=None, causal=kind.word == CAUSAL)
+        given = site.first.problem  # with fewer queries than keys the last ones may be meant, which see nearly all
+        problem = replace(given, mask=None, causal=kind.word == CAUSAL and given.L == given.S)
         return facts.fused(problem, site.first.direction, kind.keys)
 
     saving, arithmetic = facts.saving_by(told, without_mask) if told else (None, "")

@@ -7,6 +7,7 @@ fill with ones), or by a shape that cannot be anything else. What fits nothing s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from attnscope.explaining.shapes import Problem
@@ -25,6 +26,9 @@ MAKERS = (
     "aten::arange", "aten::logical_not", "aten::bitwise_not", "aten::logical_and", "aten::bitwise_and",
     "aten::logical_or", "aten::bitwise_or", "aten::__and__", "aten::__or__", "aten::where", "aten::masked_fill",
     "aten::masked_fill_", "aten::sub", "aten::abs",
+)  # fmt: skip
+JOINS = (
+    "aten::logical_and", "aten::bitwise_and", "aten::logical_or", "aten::bitwise_or", "aten::__and__", "aten::__or__",
 )  # fmt: skip
 ALL_TRUE, CAUSAL, PADDING, WINDOW, UNKNOWN = "all-True", "causal", "padding", "window", "unknown"
 
@@ -78,17 +82,19 @@ def _mask_shape(work: Work, problem: Problem) -> bool:
     whole = next((shape for shape in shapes if shape[-2:] == [L, S]), None)
     if whole is None:
         return False
-    leading = 1
-    for size in whole[:-2]:
-        leading *= size
-    return leading < heads or work.inside(*TRIANGLES)
+    return math.prod(whole[:-2]) < heads or work.inside(*TRIANGLES)
 
 
 def _kind_by_makers(near: list[Work], problem: Problem) -> MaskKind | None:
     made = made_masks(near, problem)
+    lengths = any(_compares_lengths(op, problem) for work in near for op in work.ops[:2])
+    if made and lengths:
+        return MaskKind(PADDING, "positions and lengths made it just before, so it hides padding and more")
     triangles = _distinct(made, TRIANGLES)
     compared = _distinct(made, COMPARISONS)
     boundaries = len(triangles) + len(compared)
+    if made and _combined(made, boundaries, problem):
+        return MaskKind(UNKNOWN, "a triangle or a comparison of positions is in it, combined with something else")
     if boundaries >= 2 or (compared and _distinct(made, ("aten::abs",))):
         keys = _width(triangles)
         names = ", ".join(dict.fromkeys(op.name.removeprefix("aten::") for op in (*triangles, *compared)))
@@ -101,9 +107,22 @@ def _kind_by_makers(near: list[Work], problem: Problem) -> MaskKind | None:
         return MaskKind(UNKNOWN, f"{name} with diagonal {diagonal} made it just before")
     if compared:
         return MaskKind(CAUSAL, "a comparison of positions made it just before, so it is causal")
-    if any(_compares_lengths(op, problem) for work in near for op in work.ops[:2]):
+    if lengths:
         return MaskKind(PADDING, "a comparison with lengths made it just before, so it hides padding")
     return _all_true(near, problem)
+
+
+def _combined(made: list[Work], boundaries: int, problem: Problem) -> bool:
+    """Whether more went into a mask than its boundaries: another operand, or what differs between batch entries."""
+    joins = sum(work.inside(*JOINS) for work in made)
+    within = [op for work in made for op in work.ops[:2] if not work.inside(*TRIANGLES, *ONES, "aten::full")]
+    several = any(
+        shape[-2:] == [problem.L, problem.S] and math.prod(shape[:-2]) > 1
+        for op in within
+        for shape in op.shapes or []
+        if _plain(shape)
+    )
+    return several or joins > max(boundaries - 1, 0)
 
 
 def _all_true(near: list[Work], problem: Problem) -> MaskKind | None:
