@@ -158,9 +158,12 @@ def captured(device: Device) -> Call:
     """A capture inside the window, with the warm-up before it, then its replay."""
 
     def call() -> object:
+        import torch
+
         graph, kept = _capture(device)
         graph.replay()
-        return graph, kept
+        torch.cuda.synchronize()  # before the graph and its memory go
+        return kept
 
     return call
 

@@ -5,9 +5,10 @@ Reads a Trace, its work and its call sites; writes nothing. Pure; imports neithe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attnscope.explaining.expected import short_name
@@ -22,6 +23,11 @@ from attnscope.trace.events import DeviceProperties, Trace
 from attnscope.trace.names import readable_name
 from attnscope.units import format_us, significant
 
+MASKING_OPS = (
+    "aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::add", "aten::add_", "aten::baddbmm",
+)  # fmt: skip
+GENERATED_MASKING = re.compile(r"triton_\w*(masked_fill|where)")
+CAST_NEAR = 6  # works before and after a call in which its operands and results are cast
 EVIDENCE_LINES = 5
 USUAL_MULTIPROCESSORS = 108  # where the trace does not say
 USUAL_CAPABILITY = 8
@@ -107,7 +113,30 @@ class TraceFacts:
 
     def fused_saving(self, sites: Iterable[Site]) -> tuple[float | None, str]:
         """What fusing these sites would save, with its arithmetic."""
-        return self.saving_by(sites, lambda site: self.fused(site.first.problem, site.first.direction))
+        sites = list(sites)
+        meant = {site: self.problem_meant(site) for site in sites}
+        saving, arithmetic = self.saving_by(sites, lambda site: self.fused(meant[site], site.first.direction))
+        if saving is not None and any(
+            problem.causal and not site.first.problem.causal for site, problem in meant.items()
+        ):
+            arithmetic += "; one mask of queries × keys for all heads is taken as causal"
+        return saving, arithmetic
+
+    def problem_meant(self, site: Site) -> Problem:
+        """What an unfused site would ask of a fused kernel: a backward is of the problem of its forward, whose dtype
+        the math path hides; and one square mask for all batch entries and heads is most likely causal."""
+        first = site.first
+        if first.how != "unfused" or not first.problem.shaped:
+            return first.problem
+        if first.direction == "backward":
+            same = (one for one in self.sites if one.first.direction == "forward" and one.first.problem.shaped)
+            forward = next((one for one in same if one.first.problem.folded == first.problem.folded), None)
+            if forward is not None:
+                return self.problem_meant(forward)
+            half = self._dtype_outside(first)
+            if half is not None:
+                return replace(first.problem, dtype=half, causal=first.problem.causal or masks_alike(first))
+        return replace(first.problem, causal=True) if masks_alike(first) else first.problem
 
     def saving_by(self, sites: Iterable[Site], estimate: Callable[[Site], Estimate | None]) -> tuple[float | None, str]:
         """What the estimated kernels would save at these sites, with its arithmetic; a site that would gain nothing
@@ -133,6 +162,31 @@ class TraceFacts:
             f"{' or '.join(dict.fromkeys(kernels))} kernel takes for its tiles, at least its traffic, at the share of "
             f"the data sheet's rate that such kernels reach ({self.peaks.source if self.peaks else ''})"
         )
+
+    def _dtype_outside(self, call: AttentionCall) -> str | None:
+        """The 16-bit dtype from which casts around a call in fp32 come and to which they go."""
+        if call.problem.dtype != "fp32":
+            return None
+        around = (*self.before(call, CAST_NEAR), *call.works, *self.after(call, CAST_NEAR))
+        found = (kind for work in around for kind in is_cast(work) or () if kind in ("bf16", "fp16"))
+        return next(found, None)
+
+
+def masks_alike(call: AttentionCall) -> bool:
+    """Whether the scores are masked by one square mask, the same for all batch entries and heads."""
+    problem = call.problem
+    if not problem.shaped or problem.L != problem.S or problem.L == 1:
+        return False
+    pairs = (problem.L or 1) * (problem.S or 1)
+    scores = (problem.B or 1) * (problem.H or 1) * pairs
+    for work in call.works:
+        for op in work.ops if not work.replayed else ():
+            if op.name not in MASKING_OPS and not GENERATED_MASKING.match(op.name):
+                continue
+            counts = [math.prod(shape) for shape in op.shapes or [] if shape[-2:] == [problem.L, problem.S]]
+            if scores > pairs and scores in counts and pairs in counts:
+                return True
+    return False
 
 
 TraceRule = Callable[[TraceFacts], Finding | None]
