@@ -457,3 +457,85 @@ def test_a_bounded_saving_says_so() -> None:
     measured = without_profiler(found, 60.0, 15.0)
     assert measured.saving_us == pytest.approx(7.5) and "× 0.25" in measured.arithmetic
     assert without_profiler(found, 60.0, 90.0) is found
+
+
+# --- what a fused call is asked for ----------------------------------------------------------------------------------
+
+
+def unfused_backward(dtype: str = "bf16", mask: Sequence[int] | None = None, L: int = 1024, D: int = 64) -> Build:
+    scores = (dtype, [8, 16, L, L])
+
+    def products(b: TraceBuilder) -> None:
+        for first, second in (([128, L, L], [128, L, D]), ([128, L, D], [128, D, L])):
+            with b.op("aten::bmm", (dtype, first), (dtype, second)):
+                b.kernel(tb.S16816, 300)
+
+    def build(b: TraceBuilder) -> None:
+        products(b)
+        with b.op("aten::_softmax_backward_data", scores, scores):
+            b.kernel(tb.SOFTMAX.replace("forward", "backward"), 3000)
+        if mask is not None:
+            with b.op("aten::masked_fill", scores, ("bool", list(mask))):
+                b.kernel(tb.MASK, 300)
+        products(b)
+
+    return build
+
+
+def fused_part(*builds: Build) -> float:
+    """What of the unfused calls' time is reckoned to stay."""
+    explanation = explained(*builds)
+    found = finding(explanation, "unfused-attention")
+    return sum(site.time_us for site in explanation.sites if "unfused" in site.implementation) - found.saving_us
+
+
+def test_one_square_mask_is_taken_as_causal_and_said_so() -> None:
+    found = finding(explained(unfused_backward(mask=(1, 1, 1024, 1024))), "unfused-attention")
+    assert "taken as causal" in found.arithmetic
+    whole = fused_part(unfused_backward())
+    assert fused_part(unfused_backward(mask=(1, 1, 1024, 1024))) < 0.7 * whole
+    assert fused_part(unfused_backward(mask=(8, 1, 1024, 1024))) == pytest.approx(whole)  # differs by batch entry
+    assert fused_part(unfused_backward(mask=(8, 1, 1, 1024))) == pytest.approx(whole)  # padding
+    assert "causal" not in explained(unfused_backward(mask=(1024, 1024))).sites[0].problem  # a guess names nothing
+
+
+def test_a_backward_in_fp32_is_of_its_forward_in_bf16() -> None:
+    def forward_by_math(b: TraceBuilder) -> None:
+        with b._scope("aten::_scaled_dot_product_attention_math", "cpu_op", {
+            "Input Dims": [tb.Q[1]] * 3 + [[]] * 6, "Input type": ["c10::BFloat16"] * 3 + [""] * 6,
+            "Concrete Inputs": ["", "", "", "", "0.", "True", "", "", ""],
+        }):  # fmt: skip
+            b.kernel(tb.FFMA, 2000)
+
+    def cast_around(b: TraceBuilder) -> None:
+        tb.cast(b, "fp32", "bf16", [8, 16, 1024, 64], 15)
+
+    alone = fused_part(unfused_backward("fp32"))
+    in_half = fused_part(unfused_backward("bf16"))
+    assert alone > 5 * in_half
+    assert fused_part(cast_around, unfused_backward("fp32")) == pytest.approx(in_half)
+    assert fused_part(forward_by_math, unfused_backward("fp32")) < 0.7 * in_half  # and it was causal
+
+
+def test_a_head_dim_as_large_as_the_rows_is_known() -> None:
+    (site,) = explained(unfused_backward(L=128, D=128)).sites
+    assert site.problem == "B8,H16,L128,D128,bf16"
+
+
+def test_generated_code_between_products_tells_the_heads() -> None:
+    scores = ("bf16", [8, 16, 1024, 1024])
+
+    def build(first: tuple[str, list[int]]) -> Build:
+        def calls(b: TraceBuilder) -> None:
+            name = "triton_per_fused__softmax_backward_data_masked_fill_mul_0"
+            for _ in range(2):
+                bmm(b, [128, 1024, 1024], [128, 1024, 64])
+            with b.op(name, first, scores, ("bool", [1, 1, 1024, 1024])):
+                b.kernel(name, 190, launch="cuLaunchKernel")
+            for _ in range(2):
+                bmm(b, [128, 64, 1024], [128, 1024, 1024])
+
+        return calls
+
+    assert explained(build(scores)).sites[0].problem == "B8,H16,L1024,D64,bf16"
+    assert explained(build(("fp32", [8, 16, 7, 3]))).sites[0].calls == 1  # another tensor first: still found
