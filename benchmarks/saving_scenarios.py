@@ -21,7 +21,8 @@ class Scenario:
     """A finding, the call that shows it, and its remedy.
 
     ``clock`` is ``gpu`` (events around a queued call) or ``wall``. ``steps`` calls are recorded, ``ops`` False without
-    CPU ops. ``each_once`` marks a call that does new work each time: it is repeated no more than it must be.
+    CPU ops. ``each_once`` marks a call that does new work each time: it is repeated no more than it must be. ``same``:
+    both calls compute the same, which is looked at before they are timed.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Scenario:
     steps: int = 5
     ops: bool = True
     each_once: bool = False
+    same: bool = True
 
 
 def tensors(device: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", grad: bool = False) -> list[Any]:
@@ -93,10 +95,10 @@ def forwards(before: Call, after: Call) -> Pair:
 
 
 def with_backward(forward: Callable[[], Any], inputs: list[Any]) -> Call:
-    """Forward and all gradients."""
+    """Forward and all gradients, of the same gradient for each forward."""
     import torch
 
-    gradient = torch.randn_like(forward())
+    (gradient,) = tensors(inputs[0].device.type, tuple(inputs[0].shape), dtype=str(inputs[0].dtype).split(".")[1])
     return lambda: torch.autograd.grad(forward(), inputs, gradient)
 
 
@@ -391,9 +393,9 @@ SCENARIOS = (
     Scenario("layout-copies", "layout-copies", "without .contiguous()", layout_copies, cpu=True),
     Scenario("grouped-heads", "gqa-materialised", "repeat_interleave → enable_gqa", grouped_heads, cpu=True),
     Scenario("casts", "dtype-casts", "cast once, outside the call", casts, cpu=True),
-    Scenario("dropout", "dropout-at-inference", "dropout off", dropout, cpu=True),
+    Scenario("dropout", "dropout-at-inference", "dropout off", dropout, cpu=True, same=False),
     Scenario("tf32", "tf32-off", 'set_float32_matmul_precision("high")', tf32),
-    Scenario("misaligned", "misaligned-gemm", "sizes padded from 4095 to 4096", misaligned),
+    Scenario("misaligned", "misaligned-gemm", "sizes padded from 4095 to 4096", misaligned, same=False),
     Scenario("efficient-to-choice", "better-implementation", "efficient → PyTorch's choice",
              chosen("EFFICIENT_ATTENTION", backward=False)),
     Scenario("flash-to-choice", "better-implementation", "flash → PyTorch's choice",
@@ -406,5 +408,5 @@ SCENARIOS = (
     Scenario("launch-bound-no-ops", "launch-bound", "the same, recorded without CPU ops", small_steps, clock="wall",
              ops=False),
     Scenario("new-plans", "built-in-window", "cuDNN's plans built before", new_plans, clock="wall", steps=3,
-             each_once=True),
+             each_once=True, same=False),
 )  # fmt: skip

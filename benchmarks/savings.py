@@ -48,6 +48,7 @@ WITHIN = 0.25  # of what was saved
 SECONDS, ROUNDS, FEW_ROUNDS = 0.7, (5, 60), 2
 SPIN_FACTOR, SPIN_MARGIN_US, SPIN_MAX_US = 2.0, 100.0, 200_000.0
 ATTEMPTS = 4
+LARGEST_DIFFERENCE = 0.05  # of two ways to round in 16 bit
 WALL_CALLS = 5  # in a row, for one wall time
 
 
@@ -136,6 +137,8 @@ def measured(saving: Saving, scenario: Scenario, before: Call, after: Call, time
     """With the times of both calls, taken in turns; also where nothing was predicted: one sees what was missed."""
     stopwatch = wall_us if scenario.clock == "wall" else gpu_us
     one = 1 if scenario.each_once else WALL_CALLS
+    if scenario.same and (error := difference(before(), after())) > LARGEST_DIFFERENCE:
+        raise AttnscopeError(f"the remedy computes something else: its results differ by {100 * error:.0f} %")
     spins = [0.0, 0.0]
     for index, call in enumerate((before, after)):
         call()
@@ -154,6 +157,16 @@ def measured(saving: Saving, scenario: Scenario, before: Call, after: Call, time
     return replace(
         saving, before_us=median(times[0]), after_us=median(times[1]), noise_us=spread, rounds=2 * rounds
     )  # fmt: skip
+
+
+def difference(before: object, after: object) -> float:
+    """Relative difference of what two calls returned, by its norm; of several tensors the largest; 0 for no tensors."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return max((difference(one, other) for one, other in zip(before, after, strict=False)), default=0.0)
+    if not hasattr(before, "detach") or not hasattr(after, "detach"):
+        return 0.0
+    one, other = before.detach().float(), after.detach().float()
+    return float((one - other).norm() / one.norm().clamp(min=1e-30))
 
 
 Stopwatch = Callable[[Timer, Call, list[float], int, int], float]
