@@ -149,8 +149,10 @@ def product_sizes(op: Op) -> tuple[int, int, int, int] | None:
     shapes = op.shapes
     if shapes is None:
         return None
-    first = 1 if op.name.startswith("aten::baddbmm") else 0
+    first = 1 if op.name.startswith(("aten::baddbmm", "aten::addmm")) else 0
     pair = shapes[first : first + 2]
+    if op.name in ("aten::mm", "aten::addmm"):
+        pair = [[1, *one] if _sizes(one) and len(one) == 2 else one for one in pair]
     if len(pair) < 2 or not all(_sizes(one) and len(one) == 3 for one in pair):
         return None
     (n, rows, inner), (_, _, columns) = pair

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
@@ -195,15 +195,32 @@ def _unfused_calls(sequence: Sequence) -> list[AttentionCall]:
         if index < end or work.role not in ("softmax", "softmax backward"):
             continue
         backward = work.role == "softmax backward"
-        shape = None if work.replayed else first_shape(_softmax_op(work))
-        first = _product(sequence, index, -1, shape, end, 2 if backward else 1)
-        last = _product(sequence, index, +1, shape, end, 2 if backward else 1)
-        if first is None or last is None:
+        wanted = 2 if backward else 1
+        for shape in _softmax_shapes(work):
+            first = _product(sequence, index, -1, shape, end, wanted)
+            last = _product(sequence, index, +1, shape, end, wanted)
+            if first is not None and last is not None:
+                break
+        else:
             continue
         first, last = _widened(sequence, first, last, end)
         end = last + 1
         calls.append(_unfused(sequence[first:end], work, shape, sequence[first:index], backward))
     return calls
+
+
+def _softmax_shapes(work: Work) -> Iterator[list[int] | None]:
+    """Sizes that the softmax may have. Generated code takes several tensors, its first one may be another: None, which
+    fits any product, is then the last guess."""
+    if work.replayed:
+        yield None
+        return
+    op = _softmax_op(work)
+    if op is not None or not work.name.startswith("triton_"):
+        yield first_shape(op)
+        return
+    yield from [shape for shape in [first_shape(work.op)] if shape is not None and len(shape) == 4]
+    yield None
 
 
 def _softmax_op(work: Work) -> Op | None:
@@ -316,8 +333,8 @@ def _unfused_problem(
             n, rows, inner, columns = sizes
             B, H = _batch_and_heads(shape, count(shape) // max(shape[-1] * shape[-2], 1))
             sides = {rows, inner, columns} - {shape[-1], shape[-2]}
-            if len(sides) == 1:
-                head_dim = sides.pop()
+            if len(sides) <= 1:  # none: the head dim is as large as the rows or the keys, which then are the same
+                head_dim = sides.pop() if sides else columns
                 known = Problem(B, H, H, shape[-2], shape[-1], head_dim, head_dim, dtype)
         return known
     n, rows, inner, columns = sizes
