@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from attnscope import cudnn, implementation
+from attnscope import cudnn, cudnn_plans, implementation
 from attnscope.device import Device, find_device
 from attnscope.errors import PrepareFailed, UsageError
 from attnscope.implementations import cudnn_graph
+from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, ForwardV10
 from attnscope.implementations.cudnn_graph import CudnnGraph, Settings
 from attnscope.inputs import make_inputs
+from attnscope.ladder import workload_for
 from attnscope.workload import Workload
 from cudnn_stand_in import Frontend, cudnnGraphNotSupportedError
 from test_contract import every_other, problem, run_case
@@ -44,12 +46,12 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Frontend]:
     made = Frontend()
     monkeypatch.setitem(sys.modules, "cudnn", made)
     monkeypatch.setattr(implementation, "missing_package", lambda requirement: None)
-    monkeypatch.setattr(cudnn, "PLANS", cudnn.PlanCache())
-    monkeypatch.setattr(cudnn, "_free_handles", {})
-    monkeypatch.setattr(cudnn, "on_device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(cudnn, "current_stream", lambda index: 7)
-    monkeypatch.setattr(cudnn, "capturing", lambda: False)
-    monkeypatch.setattr(cudnn, "scratch", lambda size, index: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(cudnn_plans, "PLANS", cudnn_plans.PlanCache())
+    monkeypatch.setattr(cudnn_plans, "_free_handles", {})
+    monkeypatch.setattr(cudnn_plans, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(cudnn_plans, "current_stream", lambda index: 7)
+    monkeypatch.setattr(cudnn_plans, "capturing", lambda: False)
+    monkeypatch.setattr(cudnn_plans, "scratch", lambda size, index: torch.empty(size, dtype=torch.uint8))
     yield made
 
 
@@ -87,7 +89,7 @@ WORKLOADS = [
 @pytest.mark.parametrize("text", WORKLOADS)
 def test_both_directions_are_right(frontend: Frontend, text: str) -> None:
     run_case(CudnnGraph(), *problem(Workload.parse(text), CPU), HERE)
-    assert cudnn.PLANS.statistics().hits > 0
+    assert cudnn_plans.PLANS.statistics().hits > 0
 
 
 @pytest.mark.parametrize("text", WORKLOADS)
@@ -114,16 +116,16 @@ def test_gradients_of_a_packed_buffer_lie_in_one(frontend: Frontend) -> None:
 def test_the_packed_buffer_is_read_in_place(frontend: Frontend) -> None:
     inputs = make_inputs(Workload.parse("B2,H4,L33,D16,bf16,layout=qkv"), CPU)
     for tensor in (inputs.q, inputs.k, inputs.v):
-        assert cudnn_graph.readable(tensor) is tensor
+        assert cudnn.readable(tensor) is tensor
 
 
 def test_what_cannot_be_loaded_is_copied() -> None:
     tensor = torch.zeros(2, 3, 5, 16, dtype=torch.bfloat16)
-    assert cudnn_graph.readable(tensor) is tensor
+    assert cudnn.readable(tensor) is tensor
     odd = torch.zeros(2 * 3 * 5 * 16 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 5, 16)
     rows = torch.zeros(2, 3, 5, 20, dtype=torch.bfloat16)[..., :16]
     for unreadable in (every_other(tensor), tensor[:, :1].expand(2, 3, 5, 16), tensor.transpose(2, 3), odd, rows):
-        copy = cudnn_graph.readable(unreadable)
+        copy = cudnn.readable(unreadable)
         assert copy is not unreadable and copy.is_contiguous() and copy.data_ptr() % 16 == 0
 
 
@@ -133,7 +135,7 @@ def test_the_scale_may_be_a_tensor_and_serves_any_number(frontend: Frontend) -> 
         inputs, truth = problem(Workload.parse(text), CPU)
         out = CudnnGraph().prepare(inputs.workload, HERE, settings).forward(inputs).out
         torch.testing.assert_close(out.double(), truth.out, atol=2e-2, rtol=2e-2)
-    assert cudnn.PLANS.statistics().misses == 2  # one forward and one backward for both scales
+    assert cudnn_plans.PLANS.statistics().misses == 2  # one forward and one backward for both scales
 
 
 def test_inference_writes_no_statistics(frontend: Frontend) -> None:
@@ -174,6 +176,48 @@ def test_dropout_goes_in_as_probability_seed_and_offset(frontend: Frontend) -> N
 def test_a_probability_that_cudnn_does_not_have_is_refused(probability: float) -> None:
     with pytest.raises(UsageError, match=r"dropout must be a multiple of 1/16 in \[0, 1\), got"):
         Settings(dropout=probability)
+
+
+# --- the ladder's last rungs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd", "qkv"])
+@pytest.mark.parametrize("rung", LIBRARY_RUNGS["forward"], ids=lambda rung: rung.name)
+def test_the_ladders_last_rungs_are_right_step_by_step(frontend: Frontend, rung: type, layout: str) -> None:
+    workload = workload_for(rung(), Workload.parse(f"B2,H3,L33,D16,fp32,causal,layout={layout}"), HERE)
+    inputs, truth = problem(workload, CPU)
+    prepared = rung().prepare(workload, HERE)
+    built = len(frontend.graphs)
+    output = prepared.new_output(inputs)
+    for step in prepared.steps(inputs, output):
+        step.run()
+    for out in (output.out, prepared.forward(inputs).out):
+        assert out.dtype == inputs.q.dtype and out.stride()[-1] == 1
+        torch.testing.assert_close(out.double(), truth.out, atol=3e-2, rtol=3e-2)
+    assert len(frontend.graphs) == built == 1
+    assert "stats" not in [made.name for made in frontend.graphs[0].results if made is not None]
+
+
+def test_conversions_are_in_v11_and_not_in_v10(frontend: Frontend) -> None:
+    names = {}
+    for rung in LIBRARY_RUNGS["forward"]:
+        workload = workload_for(rung(), Workload.parse("B1,H2,L32,D16,fp32,causal,layout=qkv"), HERE)
+        inputs, prepared = make_inputs(workload, CPU), rung().prepare(workload, HERE)
+        names[rung.rung] = [step.name for step in prepared.steps(inputs, prepared.new_output(inputs))]
+    assert names == {"v10": ["cuDNN"], "v11": ["round", "cuDNN", "widen"]}
+
+
+def test_the_ladders_last_rungs_say_why_they_cannot_run(frontend: Frontend) -> None:
+    for rung in LIBRARY_RUNGS["forward"]:
+        reasons = "; ".join(rung().reasons_unsupported(Workload.parse("B0,H2,L8,D12,fp64,scale=-1"), TURING))
+        for said in ("causal attention only", "no empty batch", "a scale above 0", "multiple of 8", "8.0 or newer"):
+            assert said in reasons
+        with pytest.raises(UsageError, match="block size must be one of 0, got 64"):
+            rung().prepare(Workload.parse("H1,L8,D32,fp32,causal"), HERE, block_size=64)
+    frontend.version = 90100
+    assert ForwardV10().reasons_unsupported(Workload.parse("H1,L8,D32,bf16,causal"), HOPPER) == [
+        "needs cuDNN 9.10.2 or newer, 9.1.0 is loaded"
+    ]
 
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
@@ -229,9 +273,7 @@ def test_reasons_of_cards(frontend: Frontend) -> None:
     assert CudnnGraph().reasons_unsupported(wide, AMPERE, "backward") == [
         "takes D up to 128 in the backward on an Ampere, not 256"
     ]
-    assert CudnnGraph().reasons_unsupported(wide, TURING) == [
-        "needs compute capability 8.0 or newer, a Turing has 7.5"
-    ]
+    assert CudnnGraph().reasons_unsupported(wide, TURING) == ["needs compute capability 8.0 or newer, a Turing has 7.5"]
     assert CudnnGraph().reasons_unsupported(wide, CPU) == ["runs on cuda, not on cpu"]
 
 
@@ -243,9 +285,9 @@ def test_bottom_right_without_an_offset_is_top_left(frontend: Frontend) -> None:
 
 def test_without_the_package_it_is_one_reason_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "load_frontend", lambda: pytest.fail("imported before it was asked for"))
-    monkeypatch.setattr(implementation, "missing_package", lambda name: f"{name} is not installed" if "-" in name else None)
+    monkeypatch.setattr(implementation, "missing_package", lambda name: f"no {name}" if cudnn.PACKAGE in name else None)
     reasons = CudnnGraph().reasons_unsupported(Workload.parse("B1,H2,L64,D64,bf16"), HOPPER)
-    assert reasons == [f"{cudnn.PACKAGE}>={cudnn.MIN_FRONTEND} is not installed"]
+    assert reasons == [f"no {cudnn.PACKAGE}>={cudnn.MIN_FRONTEND}"]
 
 
 class _Broken(types.ModuleType):
@@ -255,9 +297,9 @@ class _Broken(types.ModuleType):
 @pytest.mark.parametrize(
     ("breaks", "reason"),
     [
-        ({}, "lacks pygraph, create_handle, set_stream, data_type, heur_mode, diagonal_alignment: another package"),
+        ({}, "lacks pygraph, create_handle, set_stream, "),
         ({"version": 90100}, "needs cuDNN 9.10.2 or newer, 9.1.0 is loaded"),
-        ({"backend_version": OSError("libcudnn.so.9: cannot open\nsecond line")}, "finds no cuDNN: OSError: libcudnn.so.9: cannot open"),
+        ({"backend_version": OSError("no libcudnn.so.9\nmore")}, "finds no cuDNN: OSError: no libcudnn.so.9"),
     ],
 )  # fmt: skip
 def test_a_broken_install_is_one_sentence(
@@ -310,7 +352,7 @@ def test_an_import_that_fails_is_one_sentence(
                 "No valid engine configs for ___\nWarning: CUDNN_STATUS_NOT_SUPPORTED_RUNTIME_PREREQUISITE_MISSING; "
                 "Reason: this->libcuda == nullptr\nWarning: X; Reason: (CUDNN_STATUS::x)"
             ),
-            "a library that it compiles kernels with (NVRTC, the driver) is missing "
+            "a library that it compiles with (NVRTC, the driver) is missing "
             "(its engines say: this->libcuda == nullptr)",
         ),
         (
@@ -360,15 +402,15 @@ def test_a_spec_tells_shapes_strides_types_and_options_apart() -> None:
 
 def test_the_cache_is_bounded_and_drops_what_was_not_used() -> None:
     built: list[cudnn.GraphSpec] = []
-    cache = cudnn.PlanCache(lambda s: built.append(s) or cudnn.Plan(None, s, 0, 0.0), capacity=2)  # type: ignore[func-returns-value]
+    cache = cudnn_plans.PlanCache(lambda s: built.append(s) or cudnn_plans.Plan(None, s, 0, 0.0), capacity=2)  # type: ignore[func-returns-value]
     assert cache.statistics().hit_rate is None
     for number in (1, 2, 1, 3, 1, 2):
         assert cache.get(spec(number)).spec == spec(number)
     assert built == [spec(n) for n in (1, 2, 3, 2)]
-    assert cache.statistics() == cudnn.CacheStatistics(hits=2, misses=4, evictions=2, size=2, capacity=2)
+    assert cache.statistics() == cudnn_plans.CacheStatistics(hits=2, misses=4, evictions=2, size=2, capacity=2)
     assert cache.statistics().hit_rate == pytest.approx(1 / 3)
     cache.clear()
-    assert cache.statistics() == cudnn.CacheStatistics(0, 0, 0, 0, 2)
+    assert cache.statistics() == cudnn_plans.CacheStatistics(0, 0, 0, 0, 2)
 
 
 def test_threads_share_plans_each_built_once(frontend: Frontend) -> None:
@@ -391,7 +433,7 @@ def test_threads_share_plans_each_built_once(frontend: Frontend) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(work, range(8))) == list(range(8))
-    statistics = cudnn.PLANS.statistics()
+    statistics = cudnn_plans.PLANS.statistics()
     assert (statistics.misses, statistics.size) == (8, 8) == (len(frontend.graphs), len(frontend.graphs))
     assert statistics.hit_rate is not None and statistics.hit_rate > 0.9
     assert len(frontend.handles) <= 8 + 1
@@ -401,13 +443,13 @@ def test_threads_share_plans_each_built_once(frontend: Frontend) -> None:
 def test_a_build_does_not_hold_up_a_hit() -> None:
     building, release = threading.Event(), threading.Event()
 
-    def build(wanted: cudnn.GraphSpec) -> cudnn.Plan:
+    def build(wanted: cudnn.GraphSpec) -> cudnn_plans.Plan:
         if wanted == spec(2):
             building.set()
             assert release.wait(10)
-        return cudnn.Plan(None, wanted, 0, 0.0)
+        return cudnn_plans.Plan(None, wanted, 0, 0.0)
 
-    cache = cudnn.PlanCache(build)
+    cache = cudnn_plans.PlanCache(build)
     cache.get(spec(1))
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(cache.get, spec(2))
@@ -424,35 +466,33 @@ def test_one_workspace_a_stream_grows_is_shared_and_goes_with_its_last_user(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = [7]
-    monkeypatch.setattr(cudnn, "current_stream", lambda index: stream[0])
+    monkeypatch.setattr(cudnn_plans, "current_stream", lambda index: stream[0])
     small, large = (Workload.parse(f"B1,H2,L{length},D16,bf16") for length in (8, 16))
     frontend.workspace_bytes = 64
     first = CudnnGraph().prepare(small, HERE)
     assert first.workspace_bytes == {"forward": 64, "backward": 64}
-    assert cudnn.workspace_sizes() == {(0, 7): 64}
+    assert cudnn_plans.workspace_sizes() == {(0, 7): 64}
     frontend.workspace_bytes = 128
     second = CudnnGraph().prepare(large, HERE)
-    assert cudnn.workspace_sizes() == {(0, 7): 128}
+    assert cudnn_plans.workspace_sizes() == {(0, 7): 128}
     stream[0] = 8
     second.forward(make_inputs(large, CPU))
-    assert cudnn.workspace_sizes() == {(0, 7): 128, (0, 8): 128}
+    assert cudnn_plans.workspace_sizes() == {(0, 7): 128, (0, 8): 128}
     del second
     gc.collect()
-    assert cudnn.workspace_sizes() == {(0, 7): 128}
+    assert cudnn_plans.workspace_sizes() == {(0, 7): 128}
     del first
     gc.collect()
-    assert cudnn.workspace_sizes() == {}
+    assert cudnn_plans.workspace_sizes() == {}
 
 
-def test_a_captured_call_does_not_use_the_shared_workspace(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_call_does_not_use_the_shared_workspace(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = Workload.parse("B1,H2,L8,D16,bf16")
     frontend.workspace_bytes = 64
     prepared, inputs = CudnnGraph().prepare(workload, HERE), make_inputs(workload, CPU)
     prepared.forward(inputs)
     prepared.forward(inputs)
-    monkeypatch.setattr(cudnn, "capturing", lambda: True)
+    monkeypatch.setattr(cudnn_plans, "capturing", lambda: True)
     prepared.forward(inputs)
     shared, again, captured = frontend.workspaces
     assert shared == again != captured

@@ -1,7 +1,8 @@
 """Stage 2: cuDNN's graph API, through ``nvidia-cudnn-frontend``: the options that PyTorch's SDPA does not pass on.
 
-Reads Inputs, writes Output and Gradients. Must not import another implementation or a later stage. Graphs, plans and
-workspaces are :mod:`attnscope.cudnn`'s; here stands what a workload means to cuDNN, and what it cannot mean.
+Reads Inputs, writes Output and Gradients. Must not import another implementation or a later stage. Graphs are
+:mod:`attnscope.cudnn`'s, plans and workspaces :mod:`attnscope.cudnn_plans`'s; here stands what a workload means to
+cuDNN, and what it cannot mean.
 
 Tensors are read and written where they lie, whatever their strides, and gradients of a packed (B, T, 3, H, D) buffer
 go into one like it. Only what cuDNN's 16-byte loads cannot read is copied first, inside the call.
@@ -14,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnscope import cudnn
+from attnscope import cudnn, cudnn_plans
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed, UsageError
 from attnscope.implementation import Gradients, Output, Sheet, SheetImplementation
-from attnscope.implementations.common import FUSED_NAMES, may_hide_whole_rows
-from attnscope.inputs import Inputs, Tensor, torch_dtype, unpack_qkv
+from attnscope.implementations.common import FUSED_NAMES, empty_like_inputs, empty_out, may_hide_whole_rows
+from attnscope.inputs import Inputs, Tensor, torch_dtype
 from attnscope.workload import Workload
 
 FEATURES = frozenset(
@@ -29,7 +30,6 @@ FEATURES = frozenset(
     }
 )  # fmt: skip
 BACKWARD_HEAD_DIM, HOPPER_BACKWARD_HEAD_DIM = 128, 256
-VECTOR_BYTES = 16
 DROPOUT_STEPS = 16  # cuDNN's random numbers know this many probabilities; PyTorch passes it no others either
 
 
@@ -153,7 +153,7 @@ class PreparedCudnnGraph:
 
         w = workload
         self.workload, self.settings, self.index = w, settings, device.index
-        self.runner = cudnn.Runner()
+        self.runner = cudnn_plans.Runner()
         alignment, left, right = diagonal(w)
         deterministic = settings.deterministic
         self.options = cudnn.Options(
@@ -170,7 +170,7 @@ class PreparedCudnnGraph:
         self.constants = self._constants(device.torch_name)
         self.seed, self.offset = self.constants.get("seed"), self.constants.get("offset")
         self.padded_keys = self._padded_keys(device.torch_name)
-        self.plans: dict[str, cudnn.Plan] = {}
+        self.plans: dict[str, cudnn_plans.Plan] = {}
 
     def build(self, *, backward: bool) -> None:
         """Plan both directions for tensors as the workload's layout has them, and make the workspace.
@@ -207,7 +207,7 @@ class PreparedCudnnGraph:
     def backward(self, inputs: Inputs, saved: Any) -> Gradients:
         """dq, dk, dv in the workload's layout, and dbias."""
         grads = self._empty_gradients(inputs.q.dtype, inputs.q.device, saved.operands.get("bias"))
-        results = {"o": saved.out, "stats": saved.stats, "do": readable(inputs.grad_out)}
+        results = {"o": saved.out, "stats": saved.stats, "do": cudnn.readable(inputs.grad_out)}
         tensors = saved.operands | results | grads
         self.runner.run(self._plan("backward", tensors), tensors)
         if self.padded_keys is not None:
@@ -215,14 +215,14 @@ class PreparedCudnnGraph:
                 grads[name].masked_fill_(self.padded_keys, 0)
         return Gradients(**grads)
 
-    def _plan(self, direction: str, tensors: dict[str, Tensor]) -> cudnn.Plan:
+    def _plan(self, direction: str, tensors: dict[str, Tensor]) -> cudnn_plans.Plan:
         options = self.options if "stats" in tensors else self.inference_options
-        plan = cudnn.PLANS.get(cudnn.spec_of(direction, tensors, options, self.index))
+        plan = cudnn_plans.PLANS.get(cudnn.spec_of(direction, tensors, options, self.index))
         self.plans[direction] = plan
         return plan
 
     def _operands(self, inputs: Inputs) -> dict[str, Tensor]:
-        operands = {name: readable(getattr(inputs, name)) for name in ("q", "k", "v")} | self.constants
+        operands = {name: cudnn.readable(getattr(inputs, name)) for name in ("q", "k", "v")} | self.constants
         if inputs.bias is not None:
             operands["bias"] = inputs.bias.contiguous()
         if inputs.lengths is not None:
@@ -278,40 +278,8 @@ class PreparedCudnnGraph:
         return grads
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """The tensor where cuDNN can read it, 16 bytes of a row at a time and nothing twice; else a copy."""
-    import torch
-
-    step = VECTOR_BYTES // tensor.element_size()
-    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if size > 1]
-    fits = tensor.stride(3) == 1 and tensor.data_ptr() % VECTOR_BYTES == 0
-    if fits and all(stride > 0 and stride % step == 0 for stride in strides):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() would leave a crooked address as it is
-
-
-def empty_like_inputs(w: Workload, dtype: Any, place: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten tensors of the shapes of q, k, v in the workload's layout; views of one buffer where that is packed."""
-    import torch
-
-    if w.layout == "qkv":
-        return unpack_qkv(torch.empty(w.B, w.L, 3, w.H, w.D, dtype=dtype, device=place))
-    shapes = ((w.H, w.L, w.D), (w.H_kv, w.S, w.D), (w.H_kv, w.S, w.D_v))
-    q, k, v = (_empty(w, heads, length, dim, dtype, place) for heads, length, dim in shapes)
-    return q, k, v
-
-
 def empty_results(w: Workload, dtype: Any, place: Any) -> tuple[Tensor, Tensor]:
     """Unwritten out in the workload's layout, and stats, float32 (B, H, L, 1)."""
     import torch
 
-    stats = torch.empty(w.B, w.H, w.L, 1, dtype=torch.float32, device=place)
-    return _empty(w, w.H, w.L, w.D_v, dtype, place), stats
-
-
-def _empty(w: Workload, heads: int, length: int, dim: int, dtype: Any, place: Any) -> Tensor:
-    import torch
-
-    if w.layout == "bhld":
-        return torch.empty(w.B, heads, length, dim, dtype=dtype, device=place)
-    return torch.empty(w.B, length, heads, dim, dtype=dtype, device=place).transpose(1, 2)
+    return empty_out(w, dtype, place), torch.empty(w.B, w.H, w.L, 1, dtype=torch.float32, device=place)

@@ -27,6 +27,7 @@ from attnscope.workload import Workload
 
 FOLDER = Path(__file__).parent
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+OWN_BLOCK_SIZE = 0  # a library's rung: it chooses its own
 C_TYPES = {"fp32": "float", "bf16": "bf16", "fp16": "fp16"}
 CAUSAL_FEATURES = frozenset({"causal_top_left", "causal_bottom_right", "scale"})
 MAX_HEADS = 65535  # y of a grid
