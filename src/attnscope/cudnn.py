@@ -7,7 +7,10 @@ is :mod:`attnscope.cudnn_plans`'s.
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,8 +18,8 @@ from typing import Any
 
 from attnscope.errors import PrepareFailed
 
-PACKAGE = "nvidia-cudnn-frontend"
-MIN_FRONTEND = "1.16"
+PACKAGE, MODULE = "nvidia-cudnn-frontend", "cudnn"
+MIN_FRONTEND = "1.22"
 MIN_BACKEND = 91002  # 9.10.2: windows without a causal mask; 9.10.0 and 9.10.1 are refused by the frontend itself
 NEEDED = ("pygraph", "create_handle", "set_stream", "data_type", "heur_mode", "diagonal_alignment")
 DATA_TYPES = {"bf16": "BFLOAT16", "fp16": "HALF", "fp32": "FLOAT", "int32": "INT32", "int64": "INT64"}
@@ -98,8 +101,9 @@ def load_frontend() -> Any:
         PrepareFailed: it does not import, lacks what is needed, or finds no cuDNN, or one that is too old.
     """
     try:
-        import cudnn
         import torch  # noqa: F401
+
+        cudnn = sys.modules.get(MODULE) or _first_import()
     except Exception as error:  # someone else's package, which may fail in any way when it is imported
         raise PrepareFailed(f"{PACKAGE} does not import: {first_line(error)}") from error
     if lacking := [name for name in NEEDED if not hasattr(cudnn, name)]:
@@ -111,6 +115,12 @@ def load_frontend() -> Any:
     if version < MIN_BACKEND:
         raise PrepareFailed(f"needs cuDNN {show_version(MIN_BACKEND)} or newer, {show_version(version)} is loaded")
     return cudnn
+
+
+def _first_import() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a package that may warn about itself
+        return importlib.import_module(MODULE)
 
 
 def broken_install() -> str | None:
