@@ -104,9 +104,10 @@ def load_frontend() -> Any:
         import torch  # noqa: F401
 
         cudnn = sys.modules.get(MODULE) or _first_import()
+        lacking = [name for name in NEEDED if not hasattr(cudnn, name)]
     except Exception as error:  # someone else's package, which may fail in any way when it is imported
         raise PrepareFailed(f"{PACKAGE} does not import: {first_line(error)}") from error
-    if lacking := [name for name in NEEDED if not hasattr(cudnn, name)]:
+    if lacking:
         raise PrepareFailed(f"{PACKAGE} lacks {', '.join(lacking)}: another package may be named cudnn here")
     try:
         version = int(cudnn.backend_version())
