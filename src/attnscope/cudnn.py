@@ -7,30 +7,27 @@ is :mod:`attnscope.cudnn_plans`'s.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnscope.errors import PrepareFailed
+from attnscope.inputs import torch_dtype
 
 PACKAGE, MODULE = "nvidia-cudnn-frontend", "cudnn"
 MIN_FRONTEND = "1.22"
 MIN_BACKEND = 91002  # 9.10.2: windows without a causal mask; 9.10.0 and 9.10.1 are refused by the frontend itself
 NEEDED = ("pygraph", "create_handle", "set_stream", "data_type", "heur_mode", "diagonal_alignment")
 DATA_TYPES = {"bf16": "BFLOAT16", "fp16": "HALF", "fp32": "FLOAT", "int32": "INT32", "int64": "INT64"}
-NUMBER_TYPES = {
-    "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32",
-    "torch.int32": "int32", "torch.int64": "int64",
-}  # fmt: skip
 INPUTS = (
     "q", "k", "v", "scale", "bias", "seq_len_q", "seq_len_kv", "seed", "offset", "o", "stats", "do",
 )  # fmt: skip
-UIDS = {name: uid for uid, name in enumerate((*INPUTS, "dq", "dk", "dv", "dbias", "keep"), start=1)}
+UIDS = {name: uid for uid, name in enumerate((*INPUTS, "dq", "dk", "dv", "dbias"), start=1)}
 HOST_TENSORS = ("scale",)  # passed by value: one number in host memory
 REASONS_SHOWN = 3
 VECTOR_BYTES = 16  # what cuDNN loads at a time
@@ -54,8 +51,7 @@ STATUS_SENTENCES = {
 }  # the longer names first, since the first that is found is said
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One operand: its name (a key of ``UIDS``), dims and strides in numbers, and number type."""
 
     name: str
@@ -64,8 +60,7 @@ class TensorSpec:
     dtype: str
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What is computed. ``scale`` None: it comes as a tensor. ``left``/``right``: how far beside the diagonal a query
     sees, as cuDNN counts (a key j of row p is seen where p - left < j <= p + right); None: without bound."""
 
@@ -80,8 +75,7 @@ class Options:
     deterministic: bool = False
 
 
-@dataclass(frozen=True)
-class GraphSpec:
+class GraphSpec(NamedTuple):
     """A graph, hashable: ``direction``, the 16-bit type of q, every operand in and out, options, device index."""
 
     direction: str
@@ -161,10 +155,17 @@ def sentence_of(error: BaseException) -> str:
 
 def spec_of(direction: str, tensors: Mapping[str, Any], options: Options, device_index: int) -> GraphSpec:
     """The spec of a call on these tensors, in and out, by name; ``meta`` tensors will do."""
-    specs = tuple(
-        TensorSpec(name, tuple(t.shape), tuple(t.stride()), NUMBER_TYPES[str(t.dtype)]) for name, t in tensors.items()
-    )
-    return GraphSpec(direction, NUMBER_TYPES[str(tensors["q"].dtype)], specs, options, device_index)
+    names = _number_names()
+    specs = tuple(TensorSpec(name, tuple(t.shape), t.stride(), names[t.dtype]) for name, t in tensors.items())
+    return GraphSpec(direction, names[tensors["q"].dtype], specs, options, device_index)
+
+
+@functools.cache
+def _number_names() -> dict[Any, str]:
+    """torch's dtypes by the names that ``DATA_TYPES`` knows."""
+    import torch
+
+    return {torch_dtype(name): name for name in ("bf16", "fp16", "fp32")} | {torch.int32: "int32", torch.int64: "int64"}
 
 
 def readable(tensor: Any) -> Any:
@@ -246,7 +247,6 @@ def _common(cudnn: Any, given: Mapping[str, Any], options: Options) -> dict[str,
         "diagonal_band_left_bound": options.left,
         "diagonal_band_right_bound": options.right,
         "dropout": dropout,
-        "rng_dump": given.get("keep"),
     }
 
 

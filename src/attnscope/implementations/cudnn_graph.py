@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from attnscope import cudnn, cudnn_plans
@@ -166,7 +166,7 @@ class PreparedCudnnGraph:
             dropout=settings.dropout,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
-        self.inference_options = replace(self.options, stats=False)
+        self.inference_options = self.options._replace(stats=False)
         self.constants = self._constants(device.torch_name)
         self.seed, self.offset = self.constants.get("seed"), self.constants.get("offset")
         self.padded_keys = self._padded_keys(device.torch_name)
