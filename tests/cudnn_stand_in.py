@@ -163,8 +163,8 @@ class Graph:
         assert self.busy.acquire(blocking=False), "a graph runs one call at a time"
         assert handle.busy.acquire(blocking=False), "a handle belongs to one thread"
         try:
-            assert (0 if workspace is None else workspace.numel()) >= self.frontend.workspace_bytes
-            self.frontend.workspaces.append(0 if workspace is None else workspace.data_ptr())
+            assert workspace.numel() >= max(self.frontend.workspace_bytes, 1)
+            self.frontend.workspaces.append(workspace.data_ptr())
             found = {made.name: self._bound(made, pack) for made in [*self.operands, *self.results] if made is not None}
             compute(self, found)
         finally:

@@ -21,6 +21,7 @@ from typing import Any
 from attnscope.cudnn import UIDS, GraphSpec, describe, load_frontend, plan_graph, sentence_of, show_version
 from attnscope.errors import PrepareFailed
 
+LEAST_BYTES = 16
 CAPACITY = 256  # plans; cuDNN keeps a compiled kernel for each
 
 
@@ -230,18 +231,16 @@ class Runner:
             raise PrepareFailed(f"cuDNN did not run this {plan.spec.direction}: {sentence_of(error)}") from error
 
     def reserve(self, plan: Plan) -> Any:
-        """The workspace of torch's current stream, large enough for ``plan``; None where it needs none.
+        """The workspace of torch's current stream, large enough for ``plan``; older frontends want one even for nothing.
 
         A captured call gets memory of the graph that captures it: the shared buffer may be given back when it grows,
         and a replay would write to it still.
         """
-        if plan.workspace_bytes == 0:
-            return None
-        index = plan.spec.device_index
+        index, size = plan.spec.device_index, max(plan.workspace_bytes, LEAST_BYTES)
         if capturing():
-            return scratch(plan.workspace_bytes, index)
+            return scratch(size, index)
         key = (index, current_stream(index))
         if key not in self._held:
             with _workspaces_lock:
                 self._held[key] = _workspaces.setdefault(key, Workspace())
-        return self._held[key].at_least(plan.workspace_bytes, index)
+        return self._held[key].at_least(size, index)
