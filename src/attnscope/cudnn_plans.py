@@ -231,7 +231,7 @@ class Runner:
             raise PrepareFailed(f"cuDNN did not run this {plan.spec.direction}: {sentence_of(error)}") from error
 
     def reserve(self, plan: Plan) -> Any:
-        """The workspace of torch's current stream, large enough for ``plan``; older frontends want one even for nothing.
+        """The workspace of torch's current stream, large enough for ``plan``; older frontends want one in any case.
 
         A captured call gets memory of the graph that captures it: the shared buffer may be given back when it grows,
         and a replay would write to it still.
