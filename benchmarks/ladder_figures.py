@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnscope import ladder_views as views
-from attnscope.implementations.cuda_ladder import RUNGS
+from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, RUNGS
 from attnscope.ladder import SOFTMAX_PARTS, LadderRow, LadderRun
 from attnscope.units import format_bytes, format_ms, format_number
 
@@ -38,7 +38,7 @@ def load(root: Path) -> dict[str, LadderRun]:
 
 def registered_only(run: LadderRun) -> LadderRun:
     """Without the variants that only settle claims."""
-    known = {rung.rung for rung in RUNGS[run.direction]}
+    known = {rung.rung for rung in (*RUNGS[run.direction], *LIBRARY_RUNGS[run.direction])}
     return replace(run, rows=tuple(row for row in run.rows if row.rung in known))
 
 

@@ -226,7 +226,8 @@ def test_tf32_is_put_back():
 
 def test_rungs_are_selected_in_order():
     assert [rung.rung for rung in ladder.find_rungs("backward", "v8,v1,backward_v2")] == ["v1", "v2", "v8"]
-    assert len(ladder.find_rungs("forward", None)) == len(RUNGS["forward"])
+    last = [rung.rung for rung in cuda_ladder.LIBRARY_RUNGS["forward"]]
+    assert [rung.rung for rung in ladder.find_rungs("forward", None)] == [*(r.rung for r in RUNGS["forward"]), *last]
     with pytest.raises(UnknownName, match="did you mean"):
         ladder.find_rungs("forward", "v7_mmma")
     with pytest.raises(UsageError, match="forward or backward"):
@@ -244,6 +245,18 @@ def test_claims_bring_variants():
 def test_block_sizes_must_be_powers_of_two(text):
     with pytest.raises(UsageError, match="block sizes must be among"):
         ladder.parse_block_sizes(text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_vectors_cannot_read_is_copied(dtype):
+    fits = torch.zeros(2, 3, 4, 8, dtype=dtype)
+    assert common.vector_aligned(fits) is fits
+    buffer = torch.arange(2 * 3 * 4 * 8 + 1, dtype=torch.float32).to(dtype)
+    crooked = buffer[1:].view(2, 3, 4, 8)  # contiguous, at an address that is no multiple of 16
+    padded = torch.zeros(2, 3, 4, 9, dtype=dtype)[..., :8]
+    for tensor in (crooked, padded, fits.transpose(2, 3)[..., :4]):
+        ready = common.vector_aligned(tensor)
+        assert ready.data_ptr() % 16 == 0 and ready.is_contiguous() and torch.equal(ready, tensor)
 
 
 def test_softmax_bytes_count_the_visible_triangle():

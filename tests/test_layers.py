@@ -21,7 +21,7 @@ MODULES = sorted(
 )
 BASE = {"errors", "units", "device", "records"}  # everyone may import these
 NEVER_TORCH = ("trace", "explaining", "reporting")
-HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "IPython", "numpy"}
+HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "cudnn", "IPython", "numpy"}
 # A record shows itself in a notebook and on a terminal; the views are imported when it does.
 EXCEPTIONS = {("attnscope.records", "attnscope.reporting.notebook"), ("attnscope.records", "attnscope.reporting.text")}
 
@@ -110,7 +110,8 @@ def test_implementations_import_the_contract_and_nothing_from_each_other(module)
     family = implementation_family(module)
     others = {name for name in ours(module) if implementation_family(name) not in (None, family)}
     assert not others, f"{module} imports {others}"
-    allowed = {"attnscope.implementation", "attnscope.implementations.common", "attnscope.cuda"}
+    tools = {"attnscope.cuda", "attnscope.cudnn", "attnscope.cudnn_plans"}
+    allowed = {"attnscope.implementation", "attnscope.implementations.common", *tools}
     odd = {name for name in ours(module) if stage_of(name) == 2 and not implementation_family(name)} - allowed
     assert not odd, f"{module} imports {odd}"
 

@@ -52,6 +52,7 @@ class Timing:
 class LadderRow:
     """One rung at one block size. ``timing`` is None where the check failed or the rung cannot run: then ``reasons``.
 
+    ``block_size`` is 0 where a library chooses its own.
     ``softmax_gb_per_s`` counts what the softmax kernel must move: scores read and weights written over the visible
     triangle (backward: two reads, one write); ``softmax_vs_copy`` is that over the measured copy bandwidth.
     ``workspace_bytes`` is what a library's plan asked for beside inputs and outputs; None where there is no such plan.
@@ -124,11 +125,11 @@ def find_rungs(direction: str, selection: str | None, *, claims: bool = False) -
         UnknownName: a name is no rung of that direction.
         UsageError: the direction is neither forward nor backward.
     """
-    from attnscope.implementations.cuda_ladder import RUNGS, claim_variants
+    from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, RUNGS, claim_variants
 
     if direction not in RUNGS:
         raise UsageError(f"direction must be forward or backward, got {direction!r}\nhint: attnscope ladder forward")
-    rungs = [rung() for rung in RUNGS[direction]]
+    rungs = [rung() for rung in (*RUNGS[direction], *LIBRARY_RUNGS[direction])]
     if claims and direction == "backward":
         rungs += claim_variants()
     if selection is None:
@@ -258,11 +259,15 @@ class _Session:
         self, rung: LadderImplementation, problem: Workload, sizes: Sequence[int] | None
     ) -> Iterable[LadderRow]:
         """A rung at each block size; a slow one only at its usual, unless sizes were asked for."""
+        from attnscope.implementations.cuda_ladder import OWN_BLOCK_SIZE
+
         workload = workload_for(rung, problem, self.device)
         reasons = rung.reasons_unsupported(workload, self.device, self.direction)
         if reasons:
             return [LadderRow(rung.rung, rung.name, rung.default_block_size, str(workload), reasons=tuple(reasons))]
         usual = rung.default_block_size
+        if usual == OWN_BLOCK_SIZE:
+            sizes = None
         wanted = [size for size in sizes or rung.block_sizes if size in rung.block_sizes]
         if sizes is None:  # the usual one first: it tells whether the rung is slow
             wanted = [usual, *(size for size in wanted if size != usual)]

@@ -69,7 +69,7 @@ def render_ladder(run: LadderRun, width: int = 120) -> str:
     console.print(table)
     for row in run.rows:
         if row.reasons:
-            console.print(f"{row.rung}@{row.block_size}: {'; '.join(row.reasons)}", markup=False)
+            console.print(f"{row.rung}{_at_block(row)}: {'; '.join(row.reasons)}", markup=False)
     console.print(_parts_text(best), markup=False)
     console.print(_sentences(run, best), markup=False)
     return console.export_text()
@@ -173,7 +173,7 @@ def _cells(run: LadderRun, best: dict[str, LadderRow], articles: Sequence[Articl
         lines.append(
             [
                 rung,
-                str(row.block_size),
+                str(row.block_size or "its own"),
                 format_ms(_ms(row)),
                 MISSING if before is None else f"{format_number(before / _ms(row))} ×",
                 MISSING if first is None else f"{format_number(_ms(first) / _ms(row))} ×",
@@ -192,7 +192,7 @@ def _parts_text(best: dict[str, LadderRow]) -> str:
     lines = ["parts, each alone and cold (they may add up to more than the whole):"]
     for rung, row in best.items():
         parts = ", ".join(f"{name} {format_ms(timing.time_ms_median)}" for name, timing in row.parts.items())
-        lines.append(f"  {rung}@{row.block_size} ({row.workload}): {parts}")
+        lines.append(f"  {rung}{_at_block(row)} ({row.workload}): {parts}")
     return "\n".join(lines)
 
 
@@ -209,7 +209,9 @@ def _sentences(run: LadderRun, best: dict[str, LadderRow]) -> str:
         lines.append(
             f"writing zeros above the diagonal at each call would cost {format_ms(run.upper_triangle_ms)} a matrix"
         )
-    lines.append("best block sizes: " + ", ".join(f"{rung} {row.block_size}" for rung, row in best.items()))
+    lines.append(
+        "best block sizes: " + ", ".join(f"{rung} {row.block_size}" for rung, row in best.items() if row.block_size)
+    )
     return "\n".join(lines)
 
 
@@ -225,3 +227,8 @@ def read_run(path: Path) -> LadderRun:
     except (OSError, msgspec.DecodeError) as error:
         raise RecordError(f"cannot read {path}: {error}\nhint: it is written by attnscope ladder --out") from None
     return from_builtins(body, LadderRun, str(path))
+
+
+def _at_block(row: LadderRow) -> str:
+    """``@256``; nothing where a library chooses."""
+    return f"@{row.block_size}" if row.block_size else ""

@@ -1,4 +1,4 @@
-"""Stage 2: what implementations that lean on autograd and on dense masks share.
+"""Stage 2: what implementations share: autograd, dense masks, tensors in the workload's layout.
 
 Reads Workload and Inputs, writes Gradients. Must not import an implementation or a later stage, nor torch at import.
 """
@@ -9,10 +9,10 @@ import re
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from attnscope.implementation import Gradients
-from attnscope.inputs import Inputs, Tensor
+from attnscope.inputs import Inputs, Tensor, unpack_qkv
 from attnscope.workload import Workload
 
 T = TypeVar("T")
@@ -106,3 +106,27 @@ def may_hide_whole_rows(workload: Workload) -> bool:
         return interval[0] >= interval[1]
 
     return any(empty(w.row_interval(b, i)) for b in batches.values() for i in (0, w.L - 1))
+
+
+def empty_like_inputs(w: Workload, dtype: Any, place: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten tensors of the shapes of q, k, v in the workload's layout; views of one buffer where that is packed."""
+    import torch
+
+    if w.layout == "qkv":
+        return unpack_qkv(torch.empty(w.B, w.L, 3, w.H, w.D, dtype=dtype, device=place))
+    shapes = ((w.H, w.L, w.D), (w.H_kv, w.S, w.D), (w.H_kv, w.S, w.D_v))
+    q, k, v = (_empty(w, heads, length, dim, dtype, place) for heads, length, dim in shapes)
+    return q, k, v
+
+
+def empty_out(w: Workload, dtype: Any, place: Any) -> Tensor:
+    """Unwritten (B, H, L, D_v) in the workload's layout."""
+    return _empty(w, w.H, w.L, w.D_v, dtype, place)
+
+
+def _empty(w: Workload, heads: int, length: int, dim: int, dtype: Any, place: Any) -> Tensor:
+    import torch
+
+    if w.layout == "bhld":
+        return torch.empty(w.B, heads, length, dim, dtype=dtype, device=place)
+    return torch.empty(w.B, length, heads, dim, dtype=dtype, device=place).transpose(1, 2)
