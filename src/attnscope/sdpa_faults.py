@@ -85,7 +85,7 @@ def nan_gradient(call: SdpaCall, name: str) -> Said | None:
     if call.mask is None or not call.wants_gradient or low % 128 != 64 or call.capability != (9, 0):
         return None
     return (
-        f"can give NaN in dq where a mask is given and L % 128 = 64 (L = {low}), if all logits of a row are far below 0",
+        f"can give NaN in dq for a mask and L % 128 = 64 (L = {low}), where all logits of a row are far below 0",
         "with torch.nn.attention.sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)",
     )
 

@@ -11,8 +11,21 @@ from __future__ import annotations
 from attnscope.rulebook import Rulebook, Said
 from attnscope.sdpa_call import FAMILY, FUSED, SdpaCall
 from attnscope.sdpa_words import (
-    CUDNN, EFFICIENT, FLASH, MATH, by_name, cudnn_name, dims_of, dotted, dtypes_taken, efficient_step, grouped,
-    misaligned, padded, repeated, shape_of,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    by_name,
+    cudnn_name,
+    dims_of,
+    dotted,
+    dtypes_taken,
+    efficient_step,
+    grouped,
+    misaligned,
+    padded,
+    repeated,
+    shape_of,
 )  # fmt: skip
 
 SWITCHES = {FLASH: "flash", EFFICIENT: "mem_efficient", CUDNN: "cudnn", MATH: "math"}

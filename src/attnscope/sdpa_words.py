@@ -26,15 +26,18 @@ def misaligned(call: SdpaCall) -> Said | None:
 
 
 def by_name(call: SdpaCall) -> dict[str, TensorFacts]:
+    """q, k and v by name."""
     return {"q": call.q, "k": call.k, "v": call.v}
 
 
 def dims_of(call: SdpaCall) -> str:
+    """D, and D_v where it differs."""
     _, _, dim, dim_v = call.sizes
     return f"D = {dim}" + (f", D_v = {dim_v}" if dim_v != dim else "")
 
 
 def dtypes_taken(call: SdpaCall, name: str) -> list[str]:
+    """The dtypes that a fused implementation takes on the call's device."""
     if not call.on_gpu:
         return ["bf16", "fp16", "fp32", "fp64"]
     taken = ["bf16"] if call.capability >= (8, 0) or call.device.capability is None else []
@@ -43,6 +46,7 @@ def dtypes_taken(call: SdpaCall, name: str) -> list[str]:
 
 
 def padded(call: SdpaCall, step: int) -> str | None:
+    """Lines that pad head dims with zeros to multiples of ``step``, which changes no score."""
     _, _, dim, dim_v = call.sizes
     if not dim or not dim_v:
         return None
@@ -61,11 +65,13 @@ def efficient_step(call: SdpaCall) -> int:
 
 
 def grouped(h: int, h_k: int, h_v: int) -> str | None:
+    """``enable_gqa=True`` where that is all that is missing."""
     fits = h_k == h_v and h_k and h % h_k == 0
     return "enable_gqa=True" if fits else None
 
 
 def repeated(h: int, h_k: int, h_v: int) -> str | None:
+    """Lines that repeat key/value heads to as many as the query has."""
     if not h_k or not h_v or h % h_k or h % h_v:
         return None
     parts = [f"{t} = {t}.repeat_interleave({h // n}, dim=1)" for t, n in (("k", h_k), ("v", h_v)) if n != h]
@@ -73,10 +79,12 @@ def repeated(h: int, h_k: int, h_v: int) -> str | None:
 
 
 def shape_of(t: TensorFacts) -> str:
+    """A shape in parentheses."""
     return f"({', '.join(map(str, t.shape))})"
 
 
 def dotted(version: tuple[int, int]) -> str:
+    """Two numbers with a dot, e.g. 9.0."""
     return ".".join(map(str, version))
 
 
