@@ -6,10 +6,10 @@ a change after which the reason is gone and none has come is one. Needs no torch
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from attnscope import implementation as registry
-from attnscope.device import Device
 from attnscope.errors import WorkloadError
 from attnscope.implementation import Implementation, safe_reasons
 from attnscope.sdpa_call import FAMILY, SdpaCall, workload_of
@@ -26,7 +26,6 @@ CHANGES: tuple[Change, ...] = (
     ("k, v = (t.repeat_interleave(H // H_kv, dim=1) for t in (k, v))", lambda w: w.replace(H_kv=w.H)),
     ("t.contiguous() for q, k and v", lambda w: w.replace(layout="bhld")),
     ("leave the mask out, where it hides nothing", lambda w: w.replace(**PLAIN)),
-    ("is_causal=True in place of the mask, where it is that one", lambda w: w.replace(**PLAIN, causal="top_left")),
     ("is_causal=True, where the attention is causal", lambda w: w.replace(causal="top_left")),
     ("leave is_causal out, where the attention is not causal", lambda w: w.replace(causal=None)),
     ("leave scale out, where it is D**-0.5", lambda w: w.replace(scale=None)),
@@ -44,28 +43,32 @@ def considered_others(call: SdpaCall, workload: Workload | None = None) -> tuple
     if workload is None:
         why_not = Reason("sheet", "is asked with workloads only, and no workload spells this call")
         return None, [Considered(name, "refused", "cannot be asked", (why_not,)) for name in others]
-    return workload, [_considered(registry.find(name), workload, call.device, call.direction) for name in others]
+    changed = _changed(workload)
+    return workload, [_considered(registry.find(name), workload, changed, call) for name in others]
 
 
-def _considered(one: Implementation, workload: Workload, device: Device, direction: str) -> Considered:
-    said = safe_reasons(one, workload, device, direction)
+def _changed(workload: Workload) -> dict[str, Workload]:
+    """What the workload becomes by each change that is possible and changes something."""
+    found = {}
+    for line, change in CHANGES:
+        with contextlib.suppress(WorkloadError):
+            new = change(workload)
+            found |= {line: new} if new != workload else {}
+    return found
+
+
+def _considered(one: Implementation, workload: Workload, changed: dict[str, Workload], call: SdpaCall) -> Considered:
+    def said_of(w: Workload) -> list[str]:
+        return safe_reasons(one, w, call.device, call.direction)
+
+    said = said_of(workload)
     if not said:
         return Considered(one.name, "could run", "could run; PyTorch never takes it by itself")
-    reasons = tuple(Reason("sheet", text, _remedy(text, said, one, workload, device, direction)) for text in said)
-    return Considered(one.name, "refused", "cannot run this", reasons)
+    left = {line: said_of(new) for line, new in changed.items()}
 
+    def remedy(text: str) -> str | None:
+        return next((line for line, after in left.items() if text not in after and len(after) < len(said)), None)
 
-def _remedy(
-    text: str, said: list[str], one: Implementation, workload: Workload, device: Device, direction: str
-) -> str | None:
-    for line, change in CHANGES:
-        try:
-            changed = change(workload)
-        except WorkloadError:
-            continue
-        if changed == workload:
-            continue
-        left = safe_reasons(one, changed, device, direction)
-        if text not in left and len(left) < len(said):
-            return line
-    return None
+    return Considered(
+        one.name, "refused", "cannot run this", tuple(Reason("sheet", text, remedy(text)) for text in said)
+    )  # fmt: skip
