@@ -141,6 +141,7 @@ FAULTY = [
     ("hidden-rows", "sdpa_cudnn", {"mask": MASK, "hides_rows": True}, {"mask": MASK}),
     ("mask-dtype", "sdpa_cudnn", {"mask": facts(128, 128, dtype="fp32")}, {"mask": facts(128, 128)}),
     ("mask-and-is-causal", "sdpa_math", {"mask": MASK, "is_causal": True}, {"mask": MASK}),
+    ("mask-and-is-causal-on-gpu", "sdpa_cudnn", {"mask": MASK, "is_causal": True}, {"is_causal": True}),
 ]  # fmt: skip
 
 

@@ -126,6 +126,19 @@ def test_autocast_is_seen() -> None:
     assert any("autocast" in note for note in why.notes)
 
 
+def test_what_is_said_of_a_mask_with_is_causal_is_true() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    mask = torch.rand(8, 8) < 0.5
+    mask[:, 0] = True
+    why = attnscope.why(q, k, v, mask, is_causal=True)
+    said = {name: [fault.sentence for fault in why.of(name).faults] for name in ("sdpa_flash", "sdpa_math")}
+    assert said["sdpa_flash"][0].startswith("applies both") and said["sdpa_math"][0].startswith("raises")
+    both = scaled_dot_product_attention(q, k, v, mask & torch.ones(8, 8, dtype=torch.bool).tril())
+    assert torch.allclose(scaled_dot_product_attention(q, k, v, mask, is_causal=True), both, atol=1e-6)
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="is_causal"):
+        scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+
+
 @pytest.mark.parametrize(("make", "lengths"), [(causal_upper_left, (4, 8)), (causal_lower_right, (4, 8))])
 def test_a_causal_bias_is_taken_apart(make: Any, lengths: tuple[int, int]) -> None:
     low, keys = lengths

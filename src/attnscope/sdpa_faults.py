@@ -19,7 +19,7 @@ fault = FAULTS.rule
 
 @fault(FLASH, verified=(), source="scale_apply_exp2 in FlashAttention-2's softmax.h")
 def scale_sign(call: SdpaCall, name: str) -> Said | None:
-    """The row's maximum is taken before the scale, which a scale of 0 or less turns round."""
+    """A scale of 0 or less: the row's maximum is taken before the scale, which turns the order round."""
     if call.effective_scale > 0:
         return None
     return _scale_said(call)
@@ -27,19 +27,19 @@ def scale_sign(call: SdpaCall, name: str) -> Said | None:
 
 @fault(EFFICIENT, verified=(), source="iterative_softmax in mem_eff_attention/kernel_forward.h")
 def scale_sign_without_mask(call: SdpaCall, name: str) -> Said | None:
-    """The same, unless a mask makes it scale first."""
+    """A scale of 0 or less without a mask tensor, which would make it scale first."""
     return None if call.mask is not None else scale_sign(call, name)
 
 
 @fault(cpu=(FLASH,), verified=("2.13",), source="seen with torch 2.13: NaN")
 def scale_sign_with_is_causal(call: SdpaCall, name: str) -> Said | None:
-    """On a CPU where is_causal is given."""
+    """A scale of 0 or less with is_causal: NaN."""
     return scale_sign(call, name) if call.is_causal else None
 
 
 @fault(EFFICIENT, verified=("2.14",), source="pytorch#162588, pytorch#187227")
 def mask_index(call: SdpaCall, name: str) -> Said | None:
-    """Offsets into the mask have 32 bits."""
+    """L * S of 2**32 and more with a mask, whose offsets have 32 bits: later rows are wrong."""
     low, keys, _, _ = call.sizes
     if call.mask is None or low * keys < INDEX_LIMIT:
         return None
@@ -51,19 +51,19 @@ def mask_index(call: SdpaCall, name: str) -> Said | None:
 
 @fault(FLASH, EFFICIENT, verified=(), source="pytorch#142228, pytorch#146704")
 def grid_limit(call: SdpaCall, name: str) -> Said | None:
-    """Batch and heads are grid dims, which end at 65,535."""
+    """More than 65,535 batch entries or heads."""
     return _grid_said(call)
 
 
 @fault(CUDNN, verified=(), source="pytorch#180718")
 def grid_limit_of_cudnn(call: SdpaCall, name: str) -> Said | None:
-    """The same with cuDNN, until PyTorch refuses it."""
+    """More than 65,535 batch entries or heads, until torch 2.13 refuses them."""
     return _grid_said(call) if call.release < (2, 13) else None
 
 
-@fault(*FUSED, verified=(), source="read in the launchers: a grid of 0 blocks is an error")
+@fault(*FUSED, verified=(), source="implementations/sdpa.py, which refuses it")
 def empty_batch(call: SdpaCall, name: str) -> Said | None:
-    """No batch, no heads."""
+    """An empty batch, or no heads."""
     if not call.is_4d or all(call.q.shape[:2]):
         return None
     return "may fail on an empty batch", "leave the call out: the output is empty"
@@ -71,7 +71,7 @@ def empty_batch(call: SdpaCall, name: str) -> Said | None:
 
 @fault(EFFICIENT, verified=("2.11",), source="pytorch#183484")
 def offset_before_2_13(call: SdpaCall, name: str) -> Said | None:
-    """It loads 16 bytes at a time and nobody looks at the address."""
+    """Tensors that do not begin at a multiple of 16 bytes, before torch 2.13 refuses them."""
     if call.release >= (2, 13) or call.capability < (8, 0):
         return None
     said = misaligned(call)
@@ -80,7 +80,7 @@ def offset_before_2_13(call: SdpaCall, name: str) -> Said | None:
 
 @fault(CUDNN, verified=("2.11", "2.12", "2.13"), source="pytorch#196678")
 def nan_gradient(call: SdpaCall, name: str) -> Said | None:
-    """Hopper, a mask, and a last tile of 64 rows."""
+    """A mask, L % 128 = 64 and gradients on compute capability 9.0: NaN in dq."""
     low = call.sizes[0]
     if call.mask is None or not call.wants_gradient or low % 128 != 64 or call.capability != (9, 0):
         return None
@@ -92,7 +92,7 @@ def nan_gradient(call: SdpaCall, name: str) -> Said | None:
 
 @fault(CUDNN, verified=(), source="convert_boolean_attn_mask_cudnn in attention.cpp; pytorch#103963")
 def hidden_rows(call: SdpaCall, name: str) -> Said | None:
-    """A bool mask becomes a finite number there."""
+    """A bool mask that hides whole rows: a finite number stands for minus infinity."""
     if not call.hides_rows:
         return None
     return (
@@ -112,16 +112,24 @@ def mask_dtype(call: SdpaCall, name: str) -> Said | None:
     )
 
 
-@fault(*FUSED, MATH, cpu=(FLASH, MATH), verified=("2.13",), source="the documentation of is_causal")
+@fault(MATH, cpu=(FLASH, MATH), verified=("2.13",), source="the documentation of is_causal")
 def mask_and_is_causal(call: SdpaCall, name: str) -> Said | None:
-    """Documented as an error; some kernels apply both."""
+    """attn_mask and is_causal together, which is documented as an error: math raises, the CPU's flash applies both."""
     if call.mask is None or not call.is_causal:
         return None
-    does = "raises" if name == MATH else "applies both" if not call.on_gpu else "is not documented to apply both"
+    does = "raises" if name == MATH else "applies both"
     return (
         f"{does} where attn_mask (here {shape_of(call.mask)}) and is_causal are given",
         "fold both into one attn_mask",
     )
+
+
+@fault(*FUSED, verified=(), source="the documentation of is_causal")
+def mask_and_is_causal_on_gpu(call: SdpaCall, name: str) -> Said | None:
+    """attn_mask and is_causal together, which is documented as an error."""
+    if call.mask is None or not call.is_causal:
+        return None
+    return "is not documented to apply attn_mask and is_causal together", "fold both into one attn_mask"
 
 
 def _scale_said(call: SdpaCall) -> Said:

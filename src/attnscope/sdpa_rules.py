@@ -43,7 +43,7 @@ rule = REFUSALS.rule
 
 @rule(*FAMILY, cpu=(FLASH, MATH))
 def switched_off(call: SdpaCall, name: str) -> Said | None:
-    """sdpa_kernel and enable_*_sdp leave it out."""
+    """An implementation that a sdpa_kernel context or an enable_*_sdp leaves out."""
     if name in call.enabled:
         return None
     switch = SWITCHES[name]
@@ -55,13 +55,13 @@ def switched_off(call: SdpaCall, name: str) -> Said | None:
 
 @rule(cpu=(EFFICIENT, CUDNN))
 def device(call: SdpaCall, name: str) -> Said | None:
-    """These two are for GPUs alone."""
+    """Tensors on a CPU."""
     return f"runs on a GPU, and q, k and v lie on the {call.device.kind}", "t.to('cuda') for q, k, v and the mask"
 
 
 @rule(*FUSED)
 def not_built(call: SdpaCall, name: str) -> Said | None:
-    """This torch was compiled without it."""
+    """A torch that was compiled without it."""
     if name in call.available:
         return None
     return f"is not compiled into this torch {call.torch}", "install a torch from pytorch.org, whose wheels have it"
@@ -69,7 +69,7 @@ def not_built(call: SdpaCall, name: str) -> Said | None:
 
 @rule(*FUSED)
 def capability(call: SdpaCall, name: str) -> Said | None:
-    """Too old a card, or newer than this torch knows."""
+    """A card that is too old, or newer than this torch knows."""
     oldest = OLDEST_SM[name]
     if call.device.capability is None or call.rocm or oldest <= call.capability <= NEWEST_SM:
         return None
@@ -79,7 +79,7 @@ def capability(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN)
 def deterministic(call: SdpaCall, name: str) -> Said | None:
-    """torch.use_deterministic_algorithms is on."""
+    """torch.use_deterministic_algorithms, unless it only warns."""
     if not call.deterministic:
         return None
     return (
@@ -93,7 +93,7 @@ def deterministic(call: SdpaCall, name: str) -> Said | None:
 
 @rule(*FUSED, cpu=(FLASH,))
 def rank(call: SdpaCall, name: str) -> Said | None:
-    """Every fused kernel wants four dims."""
+    """q, k or v of other than four dims."""
     if call.is_4d:
         return None
     dims = ", ".join(str(t.ndim) for t in (call.q, call.k, call.v))
@@ -105,7 +105,7 @@ def rank(call: SdpaCall, name: str) -> Said | None:
 
 @rule(*FUSED, cpu=(FLASH,))
 def batch(call: SdpaCall, name: str) -> Said | None:
-    """No broadcasting over the batch."""
+    """Batch sizes that differ: nothing is broadcast."""
     sizes = [t.shape[0] for t in (call.q, call.k, call.v)]
     if not call.is_4d or len(set(sizes)) == 1:
         return None
@@ -117,7 +117,7 @@ def batch(call: SdpaCall, name: str) -> Said | None:
 
 @rule(FLASH, CUDNN, cpu=(FLASH,))
 def heads(call: SdpaCall, name: str) -> Said | None:
-    """As many key as query heads, unless enable_gqa says how they are shared."""
+    """Fewer key than query heads without enable_gqa, or heads that do not divide the query's."""
     h, h_k, h_v = call.heads
     if not call.is_4d or h == h_k == h_v:
         return None
@@ -133,7 +133,7 @@ def heads(call: SdpaCall, name: str) -> Said | None:
 
 @rule(EFFICIENT)
 def grouped_heads(call: SdpaCall, name: str) -> Said | None:
-    """It has no grouped heads at all."""
+    """Fewer key than query heads, with enable_gqa too."""
     h, h_k, h_v = call.heads
     if not call.is_4d or h == h_k == h_v:
         return None
@@ -142,7 +142,7 @@ def grouped_heads(call: SdpaCall, name: str) -> Said | None:
 
 @rule(*FUSED, cpu=(FLASH,))
 def empty(call: SdpaCall, name: str) -> Said | None:
-    """No empty sequences."""
+    """No queries or no keys."""
     low, keys, _, _ = call.sizes
     if low and keys:
         return None
@@ -151,7 +151,7 @@ def empty(call: SdpaCall, name: str) -> Said | None:
 
 @rule(FLASH, cpu=(FLASH,))
 def head_dims_differ(call: SdpaCall, name: str) -> Said | None:
-    """One head dim for all."""
+    """A head dim of v that is not that of q and k."""
     _, _, dim, dim_v = call.sizes
     if dim == dim_v:
         return None
@@ -164,7 +164,7 @@ def head_dims_differ(call: SdpaCall, name: str) -> Said | None:
 
 @rule(FLASH)
 def head_dim(call: SdpaCall, name: str) -> Said | None:
-    """Up to 256, as FlashAttention-2 has it; on a CPU any."""
+    """D above 256, the most that FlashAttention-2 has."""
     most = max(call.sizes[2:])
     if most <= FLASH_MAX_D:
         return None
@@ -173,7 +173,7 @@ def head_dim(call: SdpaCall, name: str) -> Said | None:
 
 @rule(EFFICIENT, CUDNN)
 def head_dim_multiple(call: SdpaCall, name: str) -> Said | None:
-    """Head dims in steps of what is loaded at once."""
+    """Head dims that are no multiple of what is loaded at once."""
     step = 8 if name == CUDNN else efficient_step(call)
     _, _, dim, dim_v = call.sizes
     empty_dim = name == EFFICIENT and not (dim and dim_v)
@@ -186,7 +186,7 @@ def head_dim_multiple(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN)
 def head_dim_of_cudnn(call: SdpaCall, name: str) -> Said | None:
-    """Up to 256 on Hopper with cuDNN 9.10, else 128 (on Blackwell 192 with values of 128)."""
+    """Head dims above 256 on compute capability 9.0 with cuDNN 9.10, else above 128 (10.x: or 192 with values of 128)."""
     _, _, dim, dim_v = call.sizes
     most = 128
     if call.capability == (9, 0) and (call.cudnn or 0) >= 91000:
@@ -205,7 +205,7 @@ def head_dim_of_cudnn(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN)
 def one_key(call: SdpaCall, name: str) -> Said | None:
-    """A single key."""
+    """A single key, S = 1."""
     if call.sizes[1] != 1:
         return None
     return "takes S of 2 or more, not 1", "with one key the output is v: v.expand(...) says it"
@@ -213,7 +213,7 @@ def one_key(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN, since=(2, 13), verified=("2.13",))
 def grid(call: SdpaCall, name: str) -> Said | None:
-    """Batch and heads are grid dims."""
+    """More than 65,535 batch entries or heads, which are dims of a CUDA grid."""
     if not call.is_4d or max(call.q.shape[:2]) <= CUDNN_MAX_GRID:
         return None
     return f"takes B and H up to {CUDNN_MAX_GRID}, not {max(call.q.shape[:2])}", "split the batch"
@@ -221,7 +221,7 @@ def grid(call: SdpaCall, name: str) -> Said | None:
 
 @rule(FLASH)
 def large_head_backward(call: SdpaCall, name: str) -> Said | None:
-    """Cards with less shared memory have no backward for the largest heads."""
+    """Gradients for the largest heads on cards with less shared memory."""
     small = (8, 6) <= call.capability <= (8, 9) or (12, 0) <= call.capability <= (12, 1)
     dim = call.sizes[2]
     if not small or not call.wants_gradient or not (192 < dim <= 224 or (dim > 224 and call.dropout_p > 0)):
@@ -238,7 +238,7 @@ def large_head_backward(call: SdpaCall, name: str) -> Said | None:
 
 @rule(*FUSED, cpu=(FLASH,))
 def dtype(call: SdpaCall, name: str) -> Said | None:
-    """What each computes in."""
+    """Dtypes that it does not compute in."""
     taken = dtypes_taken(call, name)
     if call.q.dtype in taken:
         return None
@@ -252,7 +252,7 @@ def dtype(call: SdpaCall, name: str) -> Said | None:
 
 @rule(*FUSED, cpu=(FLASH,))
 def last_stride(call: SdpaCall, name: str) -> Said | None:
-    """Rows of D must lie without gaps; on a GPU rows of the mask too."""
+    """Gaps between the numbers of a row of q, k or v; on a GPU of a row of the mask too."""
     single = call.on_gpu and name != EFFICIENT and call.sizes[2] == 1
     tensors = {} if single else by_name(call)
     if call.on_gpu and call.mask is not None:
@@ -266,7 +266,7 @@ def last_stride(call: SdpaCall, name: str) -> Said | None:
 
 @rule(EFFICIENT, since=(2, 13), verified=("2.13",), source="pytorch#184258")
 def offset(call: SdpaCall, name: str) -> Said | None:
-    """It loads 16 bytes at a time, so tensors must begin at a multiple of them."""
+    """Tensors that do not begin at a multiple of the 16 bytes that are loaded at once."""
     return misaligned(call) if call.capability >= (8, 0) else None
 
 
@@ -275,7 +275,7 @@ def offset(call: SdpaCall, name: str) -> Said | None:
 
 @rule(FLASH)
 def mask(call: SdpaCall, name: str) -> Said | None:
-    """FlashAttention-2 as PyTorch calls it has no mask tensor."""
+    """Any mask tensor, as PyTorch calls FlashAttention-2."""
     if call.mask is None:
         return None
     return (
@@ -287,7 +287,7 @@ def mask(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN, cpu=(FLASH,))
 def mask_gradient(call: SdpaCall, name: str) -> Said | None:
-    """No gradient of a mask."""
+    """A mask that wants a gradient, recorded or not."""
     if call.mask is None or not call.mask.requires_grad:
         return None
     return "gives no gradient for attn_mask, which requires one", "attn_mask.detach() where it is no parameter"
@@ -295,7 +295,7 @@ def mask_gradient(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN, cpu=(FLASH,))
 def mask_shape(call: SdpaCall, name: str) -> Said | None:
-    """Two dims (L, S) or four (B, H, L, S), each its full size or 1."""
+    """Masks of other than two dims (L, S) or four (B, H, L, S), or with a dim that is neither full nor 1."""
     m = call.mask
     if m is None or not call.is_4d:
         return None
@@ -311,7 +311,7 @@ def mask_shape(call: SdpaCall, name: str) -> Said | None:
 
 @rule(FLASH)
 def causal_lengths(call: SdpaCall, name: str) -> Said | None:
-    """Its causal mask is aligned to the bottom right, is_causal to the top left: they agree where L = S."""
+    """is_causal with L != S: FlashAttention-2 aligns to the bottom right, PyTorch to the top left."""
     low, keys, _, _ = call.sizes
     if not call.is_causal or low == keys:
         return None
@@ -324,7 +324,7 @@ def causal_lengths(call: SdpaCall, name: str) -> Said | None:
 
 @rule(cpu=(FLASH,))
 def dropout_on_cpu(call: SdpaCall, name: str) -> Said | None:
-    """No dropout on a CPU."""
+    """Dropout."""
     if not call.dropout_p > 0:
         return None
     return f"takes no dropout on a CPU, not {call.dropout_p:g}", "dropout_p=0.0 where nothing is trained"
@@ -332,7 +332,7 @@ def dropout_on_cpu(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN, since=(2, 12), verified=("2.12", "2.13"), source="pytorch#174245")
 def dropout_sixteenths(call: SdpaCall, name: str) -> Said | None:
-    """cuDNN draws its dropout in sixteenths."""
+    """Dropout in other than sixteenths, in which cuDNN draws it."""
     if (call.dropout_p * 16).is_integer():
         return None
     near = round(call.dropout_p * 16) / 16
@@ -341,7 +341,7 @@ def dropout_sixteenths(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN, source="pytorch#163903")
 def dropout_of_old_cudnn(call: SdpaCall, name: str) -> Said | None:
-    """cuDNN 9.11 to 9.13 have broken heuristics for it."""
+    """Dropout with cuDNN 9.11 to 9.13."""
     if not call.dropout_p > 0 or not 91100 < (call.cudnn or 0) < 91400:
         return None
     return (
@@ -352,7 +352,7 @@ def dropout_of_old_cudnn(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN)
 def one_query_with_dropout(call: SdpaCall, name: str) -> Said | None:
-    """A single query with dropout."""
+    """Dropout with a single query, L = 1."""
     if not call.dropout_p > 0 or call.sizes[0] != 1:
         return None
     return "takes no dropout where L = 1", "dropout_p=0.0: a step of decoding trains nothing"
