@@ -71,11 +71,18 @@ def test_why_says_what_really_runs_and_agrees_with_itself_on_a_hundred_random_ca
 
 def test_all_reasons_are_told_not_only_the_first() -> None:
     q = plain(1, 3, 8, 16)
-    k = plain(2, 2, 8, 16)[:1].expand(1, 2, 8, 16)
     why = attnscope.why(q, plain(1, 1, 8, 16), plain(1, 1, 8, 24), torch.zeros(3, 8, 8), dropout_p=0.1)
     told = {reason.rule for reason in why.of("sdpa_flash").reasons}
-    assert told == {"heads", "head-dims-differ", "mask-shape", "dropout-on-cpu"} and k is not None
+    assert told == {"heads", "head-dims-differ", "mask-shape", "dropout-on-cpu"}
     assert why.taken == "sdpa_math" and all(reason.remedy for reason in why.of("sdpa_flash").reasons)
+
+
+def test_what_is_for_gpus_alone_is_told_on_a_cpu_what_any_gpu_would_refuse() -> None:
+    why = attnscope.why(plain(1, 4, 8, 12, dtype=torch.float64), *[plain(1, 2, 8, 12, dtype=torch.float64)] * 2,
+                        enable_gqa=True)  # fmt: skip
+    assert {"device", "dtype", "grouped-heads"} <= {reason.rule for reason in why.of("sdpa_efficient").reasons}
+    assert {"device", "dtype", "head-dim-multiple"} <= {reason.rule for reason in why.of("sdpa_cudnn").reasons}
+    assert not why.disagreements
 
 
 def test_every_registered_implementation_is_told_about() -> None:

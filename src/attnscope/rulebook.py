@@ -7,9 +7,10 @@ Reads an SdpaCall, writes Reasons. The rules themselves stand in :mod:`attnscope
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from attnscope.sdpa_call import SdpaCall
+from attnscope.device import Device
+from attnscope.sdpa_call import GPU_ONLY, SdpaCall
 from attnscope.why_record import Reason
 
 # The releases against whose wheels the rules were held: the checks that are compiled into libtorch_cuda.so and
@@ -68,6 +69,12 @@ class Rulebook:
         return register
 
     def reasons(self, call: SdpaCall, implementation: str) -> list[Reason]:
-        """Everything the rules say of ``implementation`` (one of :data:`attnscope.sdpa_call.FAMILY`)."""
-        found = (one.reason(call, implementation) for one in self.rules)
+        """Everything the rules say of ``implementation`` (one of :data:`attnscope.sdpa_call.FAMILY`).
+
+        One that is for GPUs alone is told on a CPU too what would speak against it on any GPU.
+        """
+        found = [one.reason(call, implementation) for one in self.rules]
+        if not call.on_gpu and implementation in GPU_ONLY:
+            there = replace(call, device=Device("cuda", "a GPU"))
+            found += [one.reason(there, implementation) for one in self.rules]
         return [reason for reason in found if reason is not None]

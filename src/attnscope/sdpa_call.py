@@ -14,6 +14,7 @@ from attnscope.workload import Workload
 
 FUSED = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 FAMILY = (*FUSED, "sdpa_math")
+GPU_ONLY = ("sdpa_cudnn", "sdpa_efficient")
 
 
 @dataclass(frozen=True)

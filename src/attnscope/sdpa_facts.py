@@ -251,8 +251,11 @@ def facts_of_call(asked: Asked, device: Device) -> SdpaCall:
         "sdpa_cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
         "sdpa_math": torch.backends.cuda.math_sdp_enabled(),
     }
-    cudnn = torch.backends.cudnn.version()
-    built = {"sdpa_flash": torch.backends.cuda.is_flash_attention_available(), "sdpa_cudnn": cudnn is not None}
+    built = {
+        "sdpa_flash": torch.backends.cuda.is_flash_attention_available(),
+        "sdpa_efficient": torch.backends.cuda.is_built(),
+        "sdpa_cudnn": torch.backends.cudnn.is_available(),
+    }
     strict = torch.are_deterministic_algorithms_enabled()
     return SdpaCall(
         q=tensor_facts(asked.q), k=tensor_facts(asked.k), v=tensor_facts(asked.v),
@@ -263,12 +266,22 @@ def facts_of_call(asked: Asked, device: Device) -> SdpaCall:
         grad_enabled=torch.is_grad_enabled(),
         deterministic=strict and not torch.is_deterministic_algorithms_warn_only_enabled(),
         fp8_flash=getattr(torch._C, "_get_fa3_sdp_enabled", bool)(),
-        cudnn=cudnn,
+        cudnn=_cudnn(),
         rocm=torch.version.hip is not None,
         enabled=frozenset(name for name, on in switches.items() if on),
         available=frozenset(name for name in FAMILY if built.get(name, True)),
         order=_order(asked, device),
     )  # fmt: skip
+
+
+def _cudnn() -> int | None:
+    """The version of the cuDNN that answers, as torch counts it; None without one, or where torch refuses it as odd."""
+    import torch
+
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError:  # compiled against another than the one that is loaded
+        return None
 
 
 def tensor_facts(t: Tensor) -> TensorFacts:

@@ -186,7 +186,7 @@ def head_dim_multiple(call: SdpaCall, name: str) -> Said | None:
 
 @rule(CUDNN)
 def head_dim_of_cudnn(call: SdpaCall, name: str) -> Said | None:
-    """Head dims above 256 on compute capability 9.0 with cuDNN 9.10, else above 128 (10.x: or 192 with values of 128)."""
+    """D above 256 on compute capability 9.0 with cuDNN 9.10, else above 128 (on 10.x not 192 with values of 128)."""
     _, _, dim, dim_v = call.sizes
     most = 128
     if call.capability == (9, 0) and (call.cudnn or 0) >= 91000:
@@ -194,7 +194,7 @@ def head_dim_of_cudnn(call: SdpaCall, name: str) -> Said | None:
     large_keys = call.release >= (2, 11) and call.capability[0] == 10 and (call.cudnn or 0) >= 91100
     if large_keys and (dim, dim_v) == (192, 128):
         most = 192
-    if max(dim, dim_v) <= most:
+    if max(dim, dim_v) <= most or call.device.capability is None:
         return None
     return (
         f"takes head dims up to {most} with cuDNN {cudnn_name(call.cudnn)} on compute capability "

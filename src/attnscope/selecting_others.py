@@ -49,11 +49,12 @@ def considered_others(call: SdpaCall, workload: Workload | None = None) -> tuple
 
 def _changed(workload: Workload) -> dict[str, Workload]:
     """What the workload becomes by each change that is possible and changes something."""
-    found = {}
+    found: dict[str, Workload] = {}
     for line, change in CHANGES:
         with contextlib.suppress(WorkloadError):
             new = change(workload)
-            found |= {line: new} if new != workload else {}
+            if new != workload:
+                found[line] = new
     return found
 
 
