@@ -121,7 +121,7 @@ def workload_of(call: SdpaCall) -> Workload | None:
     """The workload that the call is; None where no workload spells it (three dims, other dtypes, broadcast keys)."""
     h, h_k, h_v = call.heads
     low, keys, dim, dim_v = call.sizes
-    spelled = call.is_4d and call.q.dtype in DTYPE_BYTES and min(h, h_k, dim, dim_v) > 0
+    spelled = call.is_4d and call.q.dtype in DTYPE_BYTES and min(h, h_k, dim, dim_v) > 0 and call.dropout_p < 1
     if not spelled or h_k != h_v or h % h_k or len({t.shape[0] for t in (call.q, call.k, call.v)}) > 1:
         return None
     mask = call.mask
@@ -136,7 +136,7 @@ def workload_of(call: SdpaCall) -> Workload | None:
         mask=pattern if mask is not None and mask.dtype == "bool" else None,
         bias=mask.dtype if mask is not None and mask.dtype != "bool" else None,
         bias_shape=pattern if mask is not None and mask.dtype != "bool" else None,
-        dropout=call.dropout_p if call.dropout_p < 1 else 0.0,
+        dropout=call.dropout_p,
         layout=_layout(call),
     )  # fmt: skip
 

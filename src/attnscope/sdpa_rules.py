@@ -246,7 +246,7 @@ def dtype(call: SdpaCall, name: str) -> Said | None:
     where = " on a GPU" if name == FLASH and call.on_gpu else ""
     return (
         f"takes {' or '.join(taken)}{where}, not {call.q.dtype}",
-        f"q, k, v = (t.to(torch.{nearest}) for t in (q, k, v)), or torch.autocast",
+        f"q, k, v = (t.to(torch.{nearest}) for t in (q, k, v)){', or torch.autocast' * (call.q.dtype == 'fp32')}",
     )
 
 
