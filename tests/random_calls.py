@@ -21,7 +21,7 @@ LENGTHS = (1, 2, 7, 16, 64, 77, 128, 200)
 DIMS = {"cpu": (8, 16, 33, 36, 64), "cuda": (8, 16, 36, 40, 64, 64, 72, 80, 128, 128, 160, 256, 264, 320)}
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    "cuda": (torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.float32, torch.float64),
+    "cuda": (*(torch.bfloat16, torch.float16) * 4, torch.float32, torch.float32, torch.float64),
 }
 PINNED = (
     [SDPBackend.MATH],
@@ -60,10 +60,10 @@ def random_call(seed: int, device: str, *, hazards: bool = False) -> RandomCall:
     dtype = rng.choice(DTYPES[device])
     b, low = rng.choice((1, 2, 3)), rng.choice(LENGTHS)
     keys = low if rng.random() < 0.6 else rng.choice(LENGTHS)
-    h, group = rng.choice(((1, 1), (2, 1), (4, 1), (4, 2), (8, 4), (8, 1)))
+    h, group = rng.choice(((1, 1), (2, 1), (4, 1), (4, 2), (8, 8), (8, 1)))
     dim = rng.choice(DIMS[device])
     dim_v = dim if dim > 128 or rng.random() < 0.85 else rng.choice([d for d in DIMS[device] if d <= 128])
-    layout = rng.choice(("bhld", "bhld", "blhd", "gaps", "rows", "three dims", "offset" if hazards else "blhd"))
+    layout = rng.choice((*("bhld", "blhd", "rows") * 3, "gaps", "three dims", "offset" if hazards else "blhd"))
 
     def tensor(heads: int, rows: int, size: int) -> Any:
         made = _laid_out(layout, b, heads, rows, size, dtype, device)
@@ -73,12 +73,13 @@ def random_call(seed: int, device: str, *, hazards: bool = False) -> RandomCall:
     wants = rng.random() < 0.4
     for t in (q, k, v):
         t.requires_grad_(wants)
-    mask = _mask(rng, b, h, low, keys, dtype, device, layout) if rng.random() < 0.4 else None
+    mask = _mask(rng, b, h, low, keys, dtype, device, layout) if rng.random() < 0.3 else None
+    shared = h // group == 1 and rng.random() < 0.3  # one key head, which broadcasts unsaid
     options = {
         "dropout_p": rng.choice((0.0, 0.0, 0.0, 0.25, 0.1)),
         "is_causal": mask is None and rng.random() < 0.4,
         "scale": rng.choice((None, None, 0.3)),
-        "enable_gqa": group > 1 or rng.random() < 0.1,
+        "enable_gqa": (group > 1 and not shared) or rng.random() < 0.1,
     }
     pinned = list(rng.choice(PINNED)) if rng.random() < 0.2 else None
     return RandomCall(seed, (q, k, v, mask), options, pinned, rng.random() < 0.8)
@@ -105,7 +106,7 @@ def _mask(rng: random.Random, b: int, h: int, low: int, keys: int, dtype: Any, d
     shapes += [(h, low, keys)] if h > 1 else []
     shapes += [] if whole else [(b, 1, 1, keys)]
     shape = rng.choice(shapes)
-    kind = rng.choice(("bool", "bool", "same", "gradient", "gaps"))
+    kind = rng.choice(("bool", "bool", "bool", "same", "same", "gradient", "gaps"))
     if kind == "bool":
         made = torch.rand(shape, device=device) < 0.7
         made[..., 0] = True
