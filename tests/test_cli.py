@@ -171,10 +171,17 @@ def test_results_that_cannot_be_written_are_a_sentence():
 
 
 def test_several_runs_are_one_json_document(tmp_path):
-    record = demo.FOLDER / "run.jsonl"
-    done = attnscope("report", str(record), "--json", "--html", str(tmp_path / "report.html"))
+    twice = tmp_path / "run.jsonl"
+    twice.write_bytes(2 * (demo.FOLDER / "run.jsonl").read_bytes())
+    done = attnscope("report", str(twice), "--json", "--html", str(tmp_path / "report.html"))
     documents = json.loads(done.stdout)
-    assert [document["schema_version"] for document in documents] == [1] * len(demo.runs())
+    assert [document["schema_version"] for document in documents] == [1, 1]
+
+
+def test_a_terminal_of_few_characters_gets_others_instead():
+    done = attnscope("demo", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "sdpa_cudnn" in done.stdout and "us" in done.stdout and "?" not in done.stdout.partition("findings")[0]
 
 
 def test_list_works_and_fits_80_columns():

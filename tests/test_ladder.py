@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,9 @@ from attnscope.errors import RecordError, UnknownName, UsageError
 from attnscope.ladder import LadderRow, LadderRun, Timing
 from attnscope.records import Limits
 from attnscope.workload import Workload
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import ladder_figures
 
 torch = pytest.importorskip("torch")
 
@@ -78,6 +83,12 @@ def check_rung(emulator, rung, spelled, block):
         assert error < limit, f"{rung.name}, {workload}, block size {block}: {name} is off by {error:.1e}, over {limit}"
 
 
+def head_dim(rung, wanted: int) -> int:
+    """``wanted``, or the next that the rung takes."""
+    multiple = rung.sheet.head_dim_multiple
+    return -(-wanted // multiple) * multiple
+
+
 def test_a_rung_is_right_on_the_emulator(emulated):
     check_rung(emulated, cuda_ladder.ForwardV4, "B2,H2,L33,D32,fp32,causal,layout=qkv", 64)
 
@@ -86,21 +97,50 @@ def test_a_rung_is_right_on_the_emulator(emulated):
 @pytest.mark.parametrize("length", [1, 5, 64, 65])
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_every_rung_is_right_on_the_emulator(emulated, rung, length):
-    check_rung(emulated, rung, f"B1,H2,L{length},D32,fp32,causal,layout=qkv", rung.block_sizes[1])
+    check_rung(emulated, rung, f"B1,H2,L{length},D{head_dim(rung, 32)},fp32,causal,layout=qkv", rung.block_sizes[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_every_block_size_is_right_on_the_emulator(emulated, rung):
     for block in rung.block_sizes:
-        check_rung(emulated, rung, "B1,H1,L37,D16,fp32,causal,layout=qkv", block)
+        check_rung(emulated, rung, f"B1,H1,L37,D{head_dim(rung, 16)},fp32,causal,layout=qkv", block)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", [r for r in ALL_RUNGS if issubclass(r, flash.FlashLadder)], ids=lambda r: r.name)
 def test_tensor_core_rungs_take_wide_heads_fp16_and_other_scales(emulated, rung):
-    for spelled in ("B1,H1,L70,D128,fp16,causal", "B1,H2,L66,D48,bf16,causal,scale=0", "B1,H1,L130,D64,fp16,causal"):
-        check_rung(emulated, rung, spelled, 64)
+    narrow = f"B1,H2,L66,D{head_dim(rung, 48)},bf16,causal,scale=0"
+    for spelled in ("B1,H1,L70,D128,fp16,causal", narrow, "B1,H1,L130,D64,fp16,causal"):
+        check_rung(emulated, rung, spelled, rung.block_sizes[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", cuda_ladder.ForwardV9Wgmma.block_sizes)
+def test_tiles_go_round_the_buffers(emulated, block):
+    check_rung(emulated, cuda_ladder.ForwardV9Wgmma, "B1,H1,L391,D64,bf16,causal", block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stands", "instead"),
+    [
+        ("publish_to_products();", ""),
+        ("      wait_for_products<0>();", ""),
+        ("#define STAGES 3", "#define STAGES 2"),
+        ("    __syncthreads();", ""),
+    ],
+)
+def test_the_emulator_sees_what_a_warpgroup_kernel_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
+    for file in common.FOLDER.glob("*.cu*"):
+        text = file.read_text()
+        if file.name == cuda_ladder.ForwardV9Wgmma.source:
+            assert stands in text
+            text = text.replace(stands, instead)
+        (tmp_path / file.name).write_text(text)
+    monkeypatch.setattr(common, "FOLDER", tmp_path)
+    with pytest.raises(AssertionError):
+        check_rung(emulated, cuda_ladder.ForwardV9Wgmma, "B1,H1,L256,D64,bf16,causal", 128)
 
 
 def test_a_negative_scale_is_right_where_it_is_taken(emulated):
@@ -281,6 +321,63 @@ def test_a_run_is_read_back(run, tmp_path):
     path.write_text("{")
     with pytest.raises(RecordError, match="attnscope ladder --out"):
         ladder_views.read_run(path)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout with records of both directions, in which v8 is half as slow as v7."""
+    import json
+
+    def timed(way, rung, ms, softmax_ms):
+        name = "softmax" if way == "forward" else "softmax backward"
+        parts = {name: Timing(softmax_ms, softmax_ms, softmax_ms, 5)}
+        return row(rung, 64, ms, parts=parts, softmax_vs_copy=0.9)
+
+    steps = {"v1": (8000.0, 7900.0), "v1_fixed": (2000.0, 1900.0), "v2": (100.0, 90.0), "v3": (10.0, 9.0),
+             "v3_cooperative_groups": (10.0, 18.0), "v4": (8.0, 7.0), "v7": (0.5, 0.08),
+             "v8": (0.25, 0.04)}  # fmt: skip
+    steps |= {f"v4_unroll_{n}": (9.0, 30.0 / n) for n in (1, 2, 4, 16)}
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    for way in ("forward", "backward"):
+        rows = tuple(timed(way, rung, *ms) for rung, ms in steps.items())
+        run = LadderRun(way, "w", HOPPER, Environment("3.12", "Linux"), Limits("x"), rows, 0.05)
+        file = tmp_path / "benchmarks" / "results" / f"ladder-{way}-x.json"
+        file.write_text(json.dumps(ladder_views.to_json(run)))
+    for page in (ladder_figures.TABLES, ladder_figures.GUIDE):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+    markers = [f"<!-- ladder {way} begin --><!-- ladder {way} end -->" for way in ("forward", "backward")]
+    (tmp_path / ladder_figures.TABLES).write_text("\n".join(markers))
+    (tmp_path / ladder_figures.GUIDE).write_text("<!-- generated: ladder claims -->\n<!-- end generated -->\n")
+    (tmp_path / ladder_figures.PICTURE).parent.mkdir(parents=True)
+    (tmp_path / ladder_figures.PICTURE).touch()
+    return tmp_path
+
+
+def test_the_claims_are_settled_by_the_record(checkout):
+    text = ladder_figures.texts(ladder_figures.load(checkout), checkout)[ladder_figures.GUIDE]
+    assert "redundancy costs 4.00 ×, the serial loop 20.0 ×" in text
+    assert "takes 2.00 of the time without; who reads what brings 10.0 ×" in text
+    assert "the fastest is `v4_unroll_16`" in text
+    assert "`v8`, whole: 32,000 × over `v1`, 8,000 × over `v1_fixed`, 400 × over `v2`" in text
+    assert "softmax alone: `v7` 80.0 µs, `v8` 40.0 µs" in text
+
+
+def test_tables_hold_the_rungs_and_not_the_variants(checkout):
+    text = ladder_figures.texts(ladder_figures.load(checkout), checkout)[ladder_figures.TABLES]
+    assert "| v8 | 64 | 250 µs | 2.00 × |" in text and "unroll" not in text and "cooperative" not in text
+
+
+def test_what_is_out_of_date_is_told_and_then_written(checkout, monkeypatch):
+    assert ladder_figures.main(["--check"], checkout) == 1
+    monkeypatch.setattr(ladder_views, "draw", lambda runs, path: path.write_text(str(len(runs))))
+    assert ladder_figures.main([], checkout) == 0 and (checkout / ladder_figures.PICTURE).read_text() == "2"
+    assert ladder_figures.main(["--check"], checkout) == 0
+    (checkout / ladder_figures.PICTURE).unlink()
+    assert ladder_figures.main(["--check"], checkout) == 1
+
+
+def test_the_ladder_pages_of_this_checkout_are_up_to_date():
+    assert ladder_figures.main(["--check"]) == 0
 
 
 class TestCommand:

@@ -19,6 +19,7 @@ import typer
 
 from attnscope.explain_cli import explain
 from attnscope.ladder_cli import ladder
+from attnscope.terminal import never_fail_to_encode
 from attnscope.why_cli import why
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ def main() -> None:
     from attnscope.errors import AttnscopeError
 
     signal.signal(signal.SIGTERM, _interrupt)
+    never_fail_to_encode()
     try:
         code = app(standalone_mode=False)  # of a typer.Exit, which it swallows
         if sys.stdout is not None:
@@ -286,7 +288,7 @@ def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
     from attnscope.comparing import execute
     from attnscope.records import write_run
 
-    with _progress() as watcher:
+    with progress() as watcher:
         run = execute(plan, watcher)
     _show(run, json=json, wide=wide, profiles=profiles)
     if plan.out is not None:
@@ -338,7 +340,8 @@ def _fail_usage(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Watcher]:
+def progress() -> Iterator[Watcher]:
+    """A bar on stderr, and the watcher that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -142,8 +142,12 @@ def pack_arguments(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, .
     return tuple(values), tuple(types)
 
 
-def load_kernel(path: Path, name: str, device: Device, defines: Mapping[str, str | int] | None = None) -> Kernel:
+def load_kernel(
+    path: Path, name: str, device: Device, defines: Mapping[str, str | int] | None = None, *, specific: bool = False
+) -> Kernel:
     """The kernel ``name`` of ``path`` for ``device``: compiled, or from the cache, and loaded once a process.
+
+    ``specific`` compiles for exactly that architecture (``sm_90a``), which wgmma needs.
 
     Raises:
         PrepareFailed: it does not compile, or the driver does not take it.
@@ -154,7 +158,8 @@ def load_kernel(path: Path, name: str, device: Device, defines: Mapping[str, str
 
     torch.cuda.synchronize(device.index)  # the context must be there before a kernel can be loaded into it
     major, minor = device.capability
-    return _load(path, name, f"sm_{major}{minor}", tuple(sorted((k, str(v)) for k, v in (defines or {}).items())))
+    architecture = f"sm_{major}{minor}" + ("a" if specific else "")
+    return _load(path, name, architecture, tuple(sorted((k, str(v)) for k, v in (defines or {}).items())))
 
 
 def compile_source(path: Path, architecture: str, defines: Mapping[str, str | int] | None = None) -> Cubin:

@@ -54,6 +54,7 @@ class LadderRow:
 
     ``softmax_gb_per_s`` counts what the softmax kernel must move: scores read and weights written over the visible
     triangle (backward: two reads, one write); ``softmax_vs_copy`` is that over the measured copy bandwidth.
+    ``workspace_bytes`` is what a library's plan asked for beside inputs and outputs; None where there is no such plan.
     """
 
     rung: str
@@ -71,6 +72,7 @@ class LadderRow:
     vs_limit: float | None = None
     softmax_gb_per_s: float | None = None
     softmax_vs_copy: float | None = None
+    workspace_bytes: int | None = None
     note: str = ""
 
 
@@ -202,7 +204,7 @@ def run_ladder(
 def compile_ladder(architecture: str, direction: str | None = None, head_dim: int = 64) -> list[CompiledKernel]:
     """Compile every kernel of every rung for one architecture; needs no GPU.
 
-    Rungs that need a newer architecture than that are left out, as their sheets say.
+    Rungs that need a newer architecture than that, or another, are left out, as their reasons say.
 
     Raises:
         PrepareFailed: one does not compile, or NVRTC is missing.
@@ -218,10 +220,13 @@ def compile_ladder(architecture: str, direction: str | None = None, head_dim: in
             rung = kind()
             if rung.sheet.min_capability is not None and capability < rung.sheet.min_capability:
                 continue
+            if rung.only_capability not in (None, capability):
+                continue
+            exact = architecture + "a" if rung.only_capability else architecture
             for source, defines in rung.kernel_sources(head_dim, rung.default_block_size):
-                cubin = cuda.compile_source(FOLDER / source, architecture, defines)
+                cubin = cuda.compile_source(FOLDER / source, exact, defines)
                 shown = " ".join(f"{name}={value}" for name, value in sorted(defines.items()))
-                found += [_compiled(rung, source, shown, architecture, one) for one in cubin.resources]
+                found += [_compiled(rung, source, shown, exact, one) for one in cubin.resources]
     return found
 
 
@@ -308,12 +313,14 @@ class _Session:
             "check": f"{result.grade}: {result.message}",
             "passed": result.passed,
             "prepare_s": prepare_s,
+            "workspace_bytes": getattr(prepared, "workspace_bytes", None),
         }
         if not result.passed:
             return LadderRow(**common, reasons=(f"its check failed: {result.message}",))
         note = "slow: checked on plain inputs, few samples" if slow else ""
-        timing = self._time(whole)
-        timed = {name: self._time(call) for name, call in parts.items()}
+        timing = self._time(whole, known_ms=first)
+        timed = {name: self._time(call, known_ms=first if slow and name in SOFTMAX_PARTS else None)
+                 for name, call in parts.items()}  # fmt: skip
         return LadderRow(
             **common, timing=timing, parts=timed, note=note, **self._against(rung, workload, inputs, timing, timed)
         )
@@ -352,15 +359,16 @@ class _Session:
                 found["softmax_vs_copy"] = rate / self.limits.copy_gb_per_s
         return found
 
-    def _time(self, call: Callable[[], object]) -> Timing:
-        call()
-        first = self.timer.time_call(call, SPIN_US).ms
-        budget = TIMED_S / (3 if self.quick else 1)
-        count = (
-            SLOW_SAMPLES
-            if first > SLOW_MS
-            else int(min(max(budget * 1e3 / max(first, 1e-3), MIN_SAMPLES), MAX_SAMPLES))
-        )
+    def _time(self, call: Callable[[], object], known_ms: float | None = None) -> Timing:
+        """Isolated times of ``call``. Where one call is known to be slow, there is no warm-up and few samples."""
+        if known_ms is None:
+            call()
+            known_ms = self.timer.time_call(call, SPIN_US).ms
+        if known_ms > SLOW_MS:
+            count = SLOW_SAMPLES
+        else:
+            budget_ms = TIMED_S * 1e3 / (3 if self.quick else 1)
+            count = int(min(max(budget_ms / max(known_ms, 1e-3), MIN_SAMPLES), MAX_SAMPLES))
         times = [self.timer.time_call(call, SPIN_US).ms for _ in range(count)]
         return Timing(median(times), quantile(times, 0.2), quantile(times, 0.8), count)
 

@@ -88,15 +88,19 @@ def markdown_table(run: LadderRun) -> str:
 
 def write_table(run: LadderRun, path: Path) -> None:
     """Put the table between its markers in ``path``, which must hold them. Raises UsageError."""
+    path.write_text(with_table(run, path.read_text(), path.name))
+
+
+def with_table(run: LadderRun, text: str, name: str) -> str:
+    """``text`` with the table between its markers, which it must hold. Raises UsageError."""
     from attnscope.errors import UsageError
 
     begin, end = MARKER_BEGIN.format(run.direction), MARKER_END.format(run.direction)
-    text = path.read_text()
     if begin not in text or end not in text:
-        raise UsageError(f"{path.name} must hold {begin} and {end}\nhint: put the two lines where the table belongs")
+        raise UsageError(f"{name} must hold {begin} and {end}\nhint: put the two lines where the table belongs")
     head, _, rest = text.partition(begin)
     _, _, tail = rest.partition(end)
-    path.write_text(f"{head}{begin}\n{markdown_table(run)}\n{end}{tail}")
+    return f"{head}{begin}\n{markdown_table(run)}\n{end}{tail}"
 
 
 def draw(runs: Sequence[LadderRun], path: Path) -> None:

@@ -1,9 +1,10 @@
 """Runs the ladder's CUDA kernels on a CPU, compiled by g++, thread by thread.
 
 A stand-in for :func:`attnscope.cuda.load_kernel` that needs no GPU: the kernels' own text is compiled against
-``runtime.hpp``, and only ``device.cuh`` and ``tensor_core.cuh``, which hold PTX, are replaced. It finds wrong indices,
-missing barriers (run both orders and compare), barriers that not all threads reach, misaligned vector accesses of
-the tensor-core rungs and shared memory read before it was written. It says nothing of speed.
+``runtime.hpp``, and only the files that hold PTX (``device.cuh``, ``tensor_core.cuh``, ``warpgroup.cuh``) are replaced.
+It finds wrong indices, missing barriers (run both orders and compare), barriers that not all threads reach, misaligned
+vector accesses of the tensor-core rungs, products and copies that are not waited for, and shared memory read before it
+was written. It says nothing of speed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from attnscope import cuda
 from attnscope.device import Device
 
 HERE = Path(__file__).parent
-REPLACED = ("device.cuh", "tensor_core.cuh")
+REPLACED = ("device.cuh", "tensor_core.cuh", "warpgroup.cuh")
 
 
 class EmulatedDevice(Device):
@@ -69,9 +70,11 @@ class EmulatedKernel:
 ORDER = {"value": 0}
 
 
-def load_kernel(path: Path, name: str, device: Device, defines: dict[str, Any] | None = None) -> EmulatedKernel:
+def load_kernel(
+    path: Path, name: str, device: Device, defines: dict[str, Any] | None = None, *, specific: bool = False
+) -> EmulatedKernel:
     """What the rungs call in place of :func:`attnscope.cuda.load_kernel`."""
-    del device
+    del device, specific
     library, types = _build(path, tuple(sorted((defines or {}).items())))
     function = library[f"emulate_{name}"]
     function.restype = ctypes.c_char_p
@@ -84,7 +87,7 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     text = _expand(path)
     text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)emulator_dynamic_shared();", text)
     wrappers, types = [], {}
-    for match in re.finditer(r'extern "C" __global__ void\s+(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)', text):
+    for match in re.finditer(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', text):
         name, parameters = match[1], [" ".join(p.split()) for p in match[2].split(",")]
         names = [re.search(r"(\w+)$", p)[1] for p in parameters]
         types[name] = [_ctype(p) for p in parameters]

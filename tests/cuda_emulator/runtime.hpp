@@ -45,6 +45,7 @@ static const char* emulator_error;
 struct Pending { void* to; const void* from; bool valid; int group; };
 static std::vector<Pending> emulator_pending[1024];
 static int emulator_groups[1024];
+static int emulator_order;
 
 inline void emulator_land(int groups) {
   auto& pending = emulator_pending[threadIdx.x];
@@ -133,6 +134,7 @@ static const char* emulator_launch(unsigned gx, unsigned gy, unsigned gz, unsign
                                    const std::function<void()>& body) {
   emulator_body = &body;
   emulator_error = nullptr;
+  emulator_order = order;
   blockDim = {threads, 1, 1};
   gridDim = {gx, gy, gz};
   emulator_shared.assign(shared + 256, (char)0xff);

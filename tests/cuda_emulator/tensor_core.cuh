@@ -45,10 +45,16 @@ inline void emulator_load_matrices(unsigned* r, const void* row, bool transposed
 inline void load_matrices(unsigned* r, const void* row) { emulator_load_matrices(r, row, false); }
 inline void load_matrices_transposed(unsigned* r, const void* row) { emulator_load_matrices(r, row, true); }
 
-// Copies land only when they are waited for, so that a missing wait is seen.
+// Copies land only when they are waited for, so that a missing wait is seen; in the other order at once, so that a
+// buffer that is still read is.
 inline void copy_async(void* to, const void* from, bool valid) {
   if ((unsigned long long)to % 16 || (unsigned long long)from % 16) emulator_fail("cp.async: not aligned to 16 bytes");
   emulator_pending[threadIdx.x].push_back({to, from, valid, emulator_groups[threadIdx.x]});
+  if (emulator_order) emulator_land(emulator_groups[threadIdx.x] + 1);
 }
 inline void commit_copies() { emulator_groups[threadIdx.x]++; }
-template <int Left> inline void wait_for_copies() { emulator_land(emulator_groups[threadIdx.x] - Left); }
+static bool emulator_unpublished[1024];  // copies of this thread's landed, which wgmma may not see yet
+template <int Left> inline void wait_for_copies() {
+  emulator_land(emulator_groups[threadIdx.x] - Left);
+  emulator_unpublished[threadIdx.x] = true;
+}

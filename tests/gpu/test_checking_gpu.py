@@ -120,6 +120,7 @@ def test_real_implementations_pass(gpu, text):
     assert ran >= 3 and not failed, "\n".join(failed)
 
 
+@pytest.mark.serial
 def test_checking_the_article_s_workload_takes_less_than_a_second(gpu):
     workload, cache = Workload.parse(BLOG), ReferenceCache()
     flash = find("sdpa_flash")

@@ -251,6 +251,8 @@ def test_preparing_is_quick(name, dtype, tmp_path):
 def test_the_sanitizers_find_nothing(tool):
     script = Path(__file__).with_name("sanitize_ladder.py")
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"]
+    if tool == "memcheck":  # cuda-bindings asks the driver for functions that it lacks, which is no fault of a kernel
+        command += ["--report-api-errors", "no"]
     done = subprocess.run(
         [*command, sys.executable, str(script)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

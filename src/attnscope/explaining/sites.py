@@ -26,6 +26,8 @@ NOT_ATTENTION_OP = "_fused_sdp_choice"
 FAST_PATH = "aten::_native_multi_head_attention"
 REACH = 60  # works between a product and its softmax
 WRAPPERS = MATMUL_OPS | {"aten::softmax"}
+# A batched product that torch.compile generated: its scope names the operations fused into it, and no aten op.
+GENERATED_BMM = re.compile(r"^triton_tem_fused_\w*bmm")
 OWN_NAMES = (
     ("_scaled_dot_product_flash_attention_for_cpu", "SDPA flash on the CPU"),
     ("_scaled_dot_product_flash", "SDPA flash"),
@@ -233,7 +235,7 @@ def _product(sequence: Sequence, index: int, step: int, shape: list[int] | None,
 def _is_batched(work: Work) -> bool:
     if not work.ops or work.replayed:
         return True
-    return any(op.name in BATCHED_OPS for op in work.ops)
+    return any(op.name in BATCHED_OPS or GENERATED_BMM.match(op.name) for op in work.ops)
 
 
 def _fits(work: Work, shape: list[int] | None, *, after: bool, gradient: bool) -> bool:
@@ -242,7 +244,7 @@ def _fits(work: Work, shape: list[int] | None, *, after: bool, gradient: bool) -
         return shape is None
     op = next((one for one in work.ops if one.name in BATCHED_OPS), None)
     if op is None:
-        return False
+        return _is_batched(work)
     sizes = product_sizes(op)
     if sizes is None or shape is None:
         return True

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from attnscope.explaining.captured import has_capture
 from attnscope.explaining.trace_facts import TraceFacts, evidence, percent, total
-from attnscope.explaining.window import busy_ns, captures, graph_launches, launched_before, lost_launches
+from attnscope.explaining.window import busy_ns, captures, launched_before, lost_launches
 from attnscope.records import Finding
 from attnscope.trace.events import DeviceEvent, Interval
 from attnscope.units import format_us, median
@@ -135,7 +136,7 @@ def lost_kernels(facts: TraceFacts) -> Finding | None:
 def graph_capture(facts: TraceFacts) -> Finding | None:
     """A graph was captured inside the window."""
     captured = captures(facts.trace)
-    if not captured:
+    if not captured or has_capture(facts.trace):  # a watch is meant to see the capture
         return None
     return Finding(
         id="graph-capture",
@@ -151,14 +152,14 @@ def graph_replay(facts: TraceFacts) -> Finding | None:
     works = [work for work in facts.works if work.replayed]
     if not works:
         return None
-    graphs = graph_launches(facts.trace)
+    graphs = len({work.event.correlation for work in works if work.event is not None})
     return Finding(
         id="graph-replay",
         sentence=f"{len(works):,} kernels and copies were replayed by {graphs} graph "
         f"launch{'es' if graphs != 1 else ''}; "
         "which op each was for is not in the trace, so attention in them is known by kernel names only.",
         evidence=(f"{format_us(total(works))} of {format_us(facts.window.sum_us)} GPU time", *evidence(works)[:3]),
-        remedy="profile the same step once without graphs to see the ops",
+        remedy="profile the same step once without graphs, or begin attnscope.watch() before the capture",
     )
 
 

@@ -21,6 +21,7 @@ IMPLEMENTATIONS: tuple[tuple[str, str], ...] = (
     ("forward_v6", "attnscope.implementations.cuda_ladder:ForwardV6"),
     ("forward_v7_mma", "attnscope.implementations.cuda_ladder:ForwardV7Mma"),
     ("forward_v8_async", "attnscope.implementations.cuda_ladder:ForwardV8Async"),
+    ("forward_v9_wgmma", "attnscope.implementations.cuda_ladder:ForwardV9Wgmma"),
     ("backward_v1", "attnscope.implementations.cuda_ladder:BackwardV1"),
     ("backward_v1_fixed", "attnscope.implementations.cuda_ladder:BackwardV1Fixed"),
     ("backward_v2", "attnscope.implementations.cuda_ladder:BackwardV2"),

@@ -23,7 +23,12 @@ from attnscope.implementations.cuda_ladder.common import (
     empty_gradients,
     zero_above_diagonal,
 )
-from attnscope.implementations.cuda_ladder.flash import BackwardV9Fused, ForwardV7Mma, ForwardV8Async
+from attnscope.implementations.cuda_ladder.flash import (
+    BackwardV9Fused,
+    ForwardV7Mma,
+    ForwardV8Async,
+    ForwardV9Wgmma,
+)
 from attnscope.implementations.cuda_ladder.forward import (
     ForwardV1,
     ForwardV2,
@@ -34,7 +39,10 @@ from attnscope.implementations.cuda_ladder.forward import (
 )
 
 RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
-    "forward": (ForwardV1, ForwardV2, ForwardV3, ForwardV4, ForwardV5, ForwardV6, ForwardV7Mma, ForwardV8Async),
+    "forward": (
+        ForwardV1, ForwardV2, ForwardV3, ForwardV4, ForwardV5, ForwardV6, ForwardV7Mma, ForwardV8Async,
+        ForwardV9Wgmma,
+    ),
     "backward": (
         BackwardV1, BackwardV1Fixed, BackwardV2, BackwardV3, BackwardV4, BackwardV5, BackwardV6, BackwardV7, BackwardV8,
         BackwardV9Fused,
@@ -55,7 +63,7 @@ def _variant(base: type[LadderImplementation], attribute: str, value: int, rung:
 
 __all__ = [
     "BLOCK_SIZES", "FOLDER", "RUNGS", "BackwardV1", "BackwardV1Fixed", "BackwardV2", "BackwardV3", "BackwardV4",
-    "BackwardV5", "BackwardV6", "BackwardV7", "BackwardV8", "BackwardV9Fused", "ForwardV1", "ForwardV2", "ForwardV3",
-    "ForwardV4", "ForwardV5", "ForwardV6", "ForwardV7Mma", "ForwardV8Async", "LadderImplementation", "claim_variants",
-    "empty_gradients", "zero_above_diagonal",
+    "BackwardV5", "BackwardV6", "BackwardV7", "BackwardV8", "BackwardV9Fused", "ForwardV1", "ForwardV2",
+    "ForwardV3", "ForwardV4", "ForwardV5", "ForwardV6", "ForwardV7Mma", "ForwardV8Async", "ForwardV9Wgmma",
+    "LadderImplementation", "claim_variants", "empty_gradients", "zero_above_diagonal",
 ]  # fmt: skip

@@ -278,7 +278,7 @@ class BackwardV7(BackwardLadder):
     kernel_name = "softmax_backward_closed_form"
     summary = "ladder, backward V7: the closed form, one reduction and one pass a row"
     sheet = backward_sheet(kernel_name)
-    default_block_size = 64
+    default_block_size = 128
 
     def softmax_grid(self, g: Geometry) -> tuple[int, ...]:
         """A block a row."""
@@ -292,9 +292,13 @@ class BackwardV8(BackwardLadder):
     rung = "v8"
     source = "backward_v8.cu"
     kernel_name = "softmax_backward_four_rows"
-    summary = "ladder, backward V8: four rows a block from the longest on, streaming loads and stores"
+    summary = "ladder, backward V8: four rows a block from the longest on, each kept in registers"
     sheet = backward_sheet(kernel_name)
     default_block_size = 64
+
+    def defines(self, block: int) -> dict[str, str | int]:
+        """How many registers a row takes hangs on it."""
+        return {"BLOCK_SIZE": block}
 
     def softmax_grid(self, g: Geometry) -> tuple[int, ...]:
         """A block four rows."""

@@ -1,21 +1,45 @@
 // Idea: V7's algebra with the last tricks: four rows a block, the longest first, so that no straggler ends the launch
-//   alone; cache hints that say the row is not needed again.
+//   alone; a row stays in registers between its two passes; cache hints say which loads are the last.
 // Grid: (ceil(T / 4), B * H).
-// Memory: as V7. Rows keep up to ROW_REGISTERS groups of four a thread in registers between the two passes; only longer
-//   rows are read a second time (streaming).
+// Memory: as V7. Rows keep up to ROW_REGISTERS groups of four a thread in registers; only longer rows are read a second
+//   time (streaming).
 // Bound: memory bandwidth.
 // Against the previous rung: nothing to see in the whole operation, whose products dominate; timed alone it shows.
 //   Shared slots alternate from row to row, so that one barrier a row is enough; the published program reuses its array
 //   without one. Any T: the last block stops early.
+// Tried and lost on an H200, softmax alone, of the copy bandwidth: hints on the first loads and the stores too (as
+//   published) 0.87 where plain ones reach 0.95; the next row's loads before this row's sum (predicted: better, more bytes
+//   in flight) 0.77, twice the registers and half the blocks.
 //
+// Compiled with BLOCK_SIZE.
 // weights, grad_weights, grad_scores are (B * H, T, row_stride), row_stride a multiple of 4. Only t3 <= t is written (up
 // to the end of a group of four, where it writes the zeros that prepare wrote).
 #include "device.cuh"
 
 #define ROWS 4
-#define ROW_REGISTERS 4
+#define ROW_REGISTERS (BLOCK_SIZE <= 64 ? 4 : BLOCK_SIZE <= 128 ? 2 : 1)
+#ifndef HINTS  // 1: stores, 2: loads, 3: both
+#define HINTS 0
+#endif
 
-extern "C" __global__ void __launch_bounds__(1024)
+// What lies above the diagonal has weight 0, but its dP may be anything, so neither is used.
+__device__ __forceinline__ void hide_above(float4& p, float4& dp, int first, int t) {
+  if (first + 1 > t) p.y = dp.y = 0.0f;
+  if (first + 2 > t) p.z = dp.z = 0.0f;
+  if (first + 3 > t) p.w = dp.w = 0.0f;
+}
+__device__ __forceinline__ float dot(float4 p, float4 dp) {
+  return p.x * dp.x + p.y * dp.y + p.z * dp.z + p.w * dp.w;
+}
+__device__ __forceinline__ float4 load(const float4* x) { return HINTS & 2 ? load_streaming(x) : *x; }
+__device__ __forceinline__ void store(float4* ds, float4 p, float4 dp, float scale, float sum) {
+  float4 x = make_float4(scale * p.x * (dp.x - sum), scale * p.y * (dp.y - sum), scale * p.z * (dp.z - sum),
+                         scale * p.w * (dp.w - sum));
+  if (HINTS & 1) store_streaming(ds, x);
+  else *ds = x;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
     softmax_backward_four_rows(float* grad_scores, const float* weights, const float* grad_weights, int T,
                                int row_stride, float scale) {
   __shared__ float partial[2][32];
@@ -29,44 +53,30 @@ extern "C" __global__ void __launch_bounds__(1024)
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < ROW_REGISTERS; i++) {
-      int g = threadIdx.x + i * blockDim.x;
+      int g = threadIdx.x + i * BLOCK_SIZE;
       a[i] = b[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (g < groups) {
-        a[i] = load_streaming(p + g);
-        b[i] = load_streaming(dp + g);
-      }
+      if (g < groups) a[i] = load(p + g), b[i] = load(dp + g);
     }
 #pragma unroll
     for (int i = 0; i < ROW_REGISTERS; i++) {
-      int g = threadIdx.x + i * blockDim.x;
-      // What lies above the diagonal has weight 0, but its dP may be anything, so neither is used.
-      if (4 * g + 1 > t) a[i].y = b[i].y = 0.0f;
-      if (4 * g + 2 > t) a[i].z = b[i].z = 0.0f;
-      if (4 * g + 3 > t) a[i].w = b[i].w = 0.0f;
-      sum += a[i].x * b[i].x + a[i].y * b[i].y + a[i].z * b[i].z + a[i].w * b[i].w;
+      hide_above(a[i], b[i], 4 * (threadIdx.x + i * BLOCK_SIZE), t);
+      sum += dot(a[i], b[i]);
     }
-    for (int g = threadIdx.x + ROW_REGISTERS * blockDim.x; g < groups; g += blockDim.x) {
+    for (int g = threadIdx.x + ROW_REGISTERS * BLOCK_SIZE; g < groups; g += BLOCK_SIZE) {
       float4 x = p[g], y = dp[g];
-      sum += x.x * y.x;
-      if (4 * g + 1 <= t) sum += x.y * y.y;
-      if (4 * g + 2 <= t) sum += x.z * y.z;
-      if (4 * g + 3 <= t) sum += x.w * y.w;
+      hide_above(x, y, 4 * g, t);
+      sum += dot(x, y);
     }
     sum = block_sum(sum, partial[r % 2]);
 #pragma unroll
     for (int i = 0; i < ROW_REGISTERS; i++) {
-      int g = threadIdx.x + i * blockDim.x;
-      if (g < groups)
-        store_streaming(ds + g, make_float4(scale * a[i].x * (b[i].x - sum), scale * a[i].y * (b[i].y - sum),
-                                            scale * a[i].z * (b[i].z - sum), scale * a[i].w * (b[i].w - sum)));
+      int g = threadIdx.x + i * BLOCK_SIZE;
+      if (g < groups) store(ds + g, a[i], b[i], scale, sum);
     }
-    for (int g = threadIdx.x + ROW_REGISTERS * blockDim.x; g < groups; g += blockDim.x) {
-      float4 x = load_streaming(p + g), y = load_streaming(dp + g), z;
-      z.x = scale * x.x * (y.x - sum);
-      z.y = 4 * g + 1 <= t ? scale * x.y * (y.y - sum) : 0.0f;
-      z.z = 4 * g + 2 <= t ? scale * x.z * (y.z - sum) : 0.0f;
-      z.w = 4 * g + 3 <= t ? scale * x.w * (y.w - sum) : 0.0f;
-      store_streaming(ds + g, z);
+    for (int g = threadIdx.x + ROW_REGISTERS * BLOCK_SIZE; g < groups; g += BLOCK_SIZE) {
+      float4 x = load_streaming(p + g), y = load_streaming(dp + g);
+      hide_above(x, y, 4 * g, t);
+      store(ds + g, x, y, scale, sum);
     }
   }
 }

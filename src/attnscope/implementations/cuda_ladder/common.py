@@ -69,6 +69,7 @@ class LadderImplementation(SheetImplementation):
     source: ClassVar[str]
     block_sizes: ClassVar[tuple[int, ...]] = BLOCK_SIZES
     default_block_size: ClassVar[int] = 256
+    only_capability: ClassVar[tuple[int, int] | None] = None  # of an architecture whose instructions no other has
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         """Reasons that no sheet can express."""
@@ -82,6 +83,9 @@ class LadderImplementation(SheetImplementation):
             found.append(f"takes L up to {self.max_length}, not {w.L}")
         if w.dtype == "bf16" and device.capability is not None and device.capability < (8, 0):
             found.append(f"needs compute capability 8.0 or newer for bf16, {device.name} is older")
+        if self.only_capability is not None and device.capability not in (None, self.only_capability):
+            need, have = (".".join(map(str, c)) for c in (self.only_capability, device.capability or ()))
+            found.append(f"needs compute capability {need} exactly, {device.name} has {have}")
         return found
 
     @property
@@ -142,9 +146,11 @@ class PreparedForward:
         raise UsageError("this rung has no backward\nhint: the backward ladder is backward_v1 and on")
 
 
-def kernel(device: Device, source: str, name: str, defines: Mapping[str, str | int] | None = None) -> cuda.Kernel:
+def kernel(
+    device: Device, source: str, name: str, defines: Mapping[str, str | int] | None = None, *, specific: bool = False
+) -> cuda.Kernel:
     """A kernel of this folder."""
-    return cuda.load_kernel(FOLDER / source, name, device, defines)
+    return cuda.load_kernel(FOLDER / source, name, device, defines, specific=specific)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -195,7 +201,7 @@ class Layout:
     """The permutes of a rung: model's order and number type to (B * H, T, D) in ``inner``, and back."""
 
     def __init__(self, device: Device, geometry: Geometry, outer: str, inner: str) -> None:
-        self.geometry, self.inner = geometry, torch_dtype(inner)
+        self.geometry, self.inner, self.width = geometry, torch_dtype(inner), layout_width(geometry.D)
         self.gather_heads = kernel(device, "layout.cu", "gather_heads", layout_defines(geometry.D, outer, inner))
         self.scatter_heads = kernel(device, "layout.cu", "scatter_heads", layout_defines(geometry.D, inner, outer))
 
@@ -209,7 +215,8 @@ class Layout:
 
     def gather(self, tensors: list[Tensor], buffers: list[Tensor]) -> None:
         """Model's order -> heads' order, up to three tensors in one launch."""
-        self._launch(self.gather_heads, [unit_stride(t) for t in tensors], buffers, True)
+        ready = vector_aligned if self.width > 1 else unit_stride
+        self._launch(self.gather_heads, [ready(t) for t in tensors], buffers, True)
 
     def scatter(self, buffers: list[Tensor], tensors: list[Tensor]) -> None:
         """Heads' order -> model's order."""
@@ -219,13 +226,19 @@ class Layout:
         g, count = self.geometry, len(model)
         model, heads = (3 * model)[:3] if count == 1 else model, (3 * heads)[:3] if count == 1 else heads
         first, second = (model, heads) if into_heads else (heads, model)
-        grid = (ceil_div(g.T * g.D, g.block), g.heads, count)
+        grid = (ceil_div(g.T * g.D // self.width, g.block), g.heads, count)
         layout_kernel.launch(grid, g.block, *first, *second, g.H, g.T, *strides(*model))
 
 
 def layout_defines(head_dim: int, source: str, target: str) -> dict[str, str | int]:
     """What layout.cu is compiled with."""
-    return {"HEAD_DIM": head_dim, "INPUT_T": C_TYPES[source], "OUTPUT_T": C_TYPES[target]}
+    types = {"INPUT_T": C_TYPES[source], "OUTPUT_T": C_TYPES[target]}
+    return {"HEAD_DIM": head_dim, "WIDTH": layout_width(head_dim), **types}
+
+
+def layout_width(head_dim: int) -> int:
+    """Neighbours in d that a thread of layout.cu carries: 4, or 1 where they do not divide D."""
+    return 1 if head_dim % 4 else 4
 
 
 def score_buffer(geometry: Geometry, dtype: str, place: Any) -> Tensor:

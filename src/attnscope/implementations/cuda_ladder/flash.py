@@ -6,7 +6,7 @@ Reads Inputs, writes Output and Gradients. Imports torch only inside functions, 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attnscope.device import Device
@@ -54,7 +54,7 @@ def flash_sheet(directions: frozenset[str], kernels: tuple[str, ...], *, lse: bo
 class FlashLadder(LadderImplementation):
     """Base of the tensor-core rungs."""
 
-    block_sizes = (64, 128, 256)
+    block_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
     default_block_size = 128
     kernel_name: ClassVar[str]
 
@@ -82,6 +82,10 @@ class FlashLadder(LadderImplementation):
     def shared_bytes(self, head_dim: int, block: int) -> int:
         """Dynamic shared memory of a block."""
         return 2 * (self.rows_a_block(head_dim, block) + 2 * TILE_ROWS) * (head_dim + PAD)
+
+    def grid(self, geometry: Geometry, rows: int) -> tuple[int, int]:
+        """Blocks of so many rows, by head."""
+        return ceil_div(geometry.T, rows), geometry.heads
 
     def make(self, workload: Workload, device: Device, geometry: Geometry) -> Any:
         """Compiles."""
@@ -131,14 +135,46 @@ class ForwardV8Async(FlashLadder):
         return 2 * (self.rows_a_block(head_dim, block) + 4 * TILE_ROWS) * (head_dim + PAD)
 
 
+class ForwardV9Wgmma(FlashLadder):
+    """Hopper's warpgroup products."""
+
+    name = "forward_v9_wgmma"
+    rung = "v9_wgmma"
+    source = "forward_v9_wgmma.cu"
+    kernel_name = "flash_warpgroups"
+    summary = "ladder, beyond: Hopper's asynchronous warpgroup products, softmax beside them"
+    sheet = replace(flash_sheet(FORWARD, (kernel_name,), lse=True), head_dim_multiple=64, min_capability=(9, 0))
+    block_sizes = (128, 256)
+    default_block_size = 256
+    only_capability = (9, 0)
+    keys: ClassVar[int] = 64  # of a tile
+    stages: ClassVar[int] = 3  # as in the source
+
+    def defines(self, dtype: str, head_dim: int, block: int) -> dict[str, str | int]:
+        """Also the keys a tile, and how many blocks a multiprocessor's registers are to hold."""
+        blocks = (4 if block == 128 else 2) if head_dim == 64 else (2 if block == 128 else 1)
+        return {**super().defines(dtype, head_dim, block), "KEYS": self.keys, "BLOCKS_A_SM": blocks}
+
+    def shared_bytes(self, head_dim: int, block: int) -> int:
+        """Queries, three buffers of keys and values, and what aligning them takes."""
+        return 1024 + 2 * (self.rows_a_block(head_dim, block) + 2 * self.stages * self.keys) * head_dim
+
+    def grid(self, geometry: Geometry, rows: int) -> tuple[int, int]:
+        """Heads beside one another, so that the longest rows of all heads come first."""
+        return geometry.heads, ceil_div(geometry.T, rows)
+
+
 class PreparedFlash(PreparedForward):
     """One kernel, straight from and to the model's layout."""
 
     def __init__(self, rung: FlashLadder, device: Device, geometry: Geometry, dtype: str) -> None:
         super().__init__(geometry)
         g = geometry
-        self.flash = kernel(device, rung.source, rung.kernel_name, rung.defines(dtype, g.D, g.block))
-        self.shared_bytes, self.rows = rung.shared_bytes(g.D, g.block), rung.rows_a_block(g.D, g.block)
+        specific = rung.only_capability is not None
+        defines = rung.defines(dtype, g.D, g.block)
+        self.flash = kernel(device, rung.source, rung.kernel_name, defines, specific=specific)
+        self.shared_bytes = rung.shared_bytes(g.D, g.block)
+        self.grid = rung.grid(g, rung.rows_a_block(g.D, g.block))
         self.flash.allow_shared_bytes(self.shared_bytes, device.index)
 
     def new_output(self, inputs: Inputs) -> Output:
@@ -153,11 +189,10 @@ class PreparedFlash(PreparedForward):
         """See the base."""
         g = self.geometry
         q, k, v = (vector_aligned(t) for t in (inputs.q, inputs.k, inputs.v))
-        grid = (ceil_div(g.T, self.rows), g.heads)
 
         def run() -> None:
             self.flash.launch(
-                grid, g.block, output.out, output.lse, q, k, v, g.H, g.T, g.scale, *strides(output.out, q, k, v),
+                self.grid, g.block, output.out, output.lse, q, k, v, g.H, g.T, g.scale, *strides(output.out, q, k, v),
                 shared_bytes=self.shared_bytes,
             )  # fmt: skip
 
