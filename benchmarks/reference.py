@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnscope import cli, implementation, pacing, records
+from attnscope import cli, implementation, pacing, records, why_record
 from attnscope.device import Device, Environment
 from attnscope.explaining.rules import RULES
 from attnscope.implementation import FEATURE_SENTENCES, FEATURES, Implementation, Sheet
 from attnscope.reporting.words import COLUMNS, TERM_PHRASES
+from attnscope.rulebook import VERIFIED, Rulebook
+from attnscope.sdpa_faults import FAULTS
+from attnscope.sdpa_rules import REFUSALS
 from attnscope.spelling import EXAMPLES
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, SUITES
 from attnscope.units import DTYPE_BYTES
@@ -180,12 +183,50 @@ def records_page() -> Iterator[str]:
         yield table(("field", "type", "default"), [field_row(field) for field in dataclasses.fields(record)])
 
 
+def why_page() -> Iterator[str]:
+    """The rules that ``attnscope why`` reads, and its record."""
+    yield "# Why: rules and record\n\n" + WRITTEN_BY
+    yield (
+        "`attnscope why` and `attnscope.why` ask PyTorch which implementation it takes, and tell these rules' reasons "
+        "against the others ([how to use it](../guide/why.md)). A rule was held against the wheels of the torch "
+        f"releases it names, {', '.join(VERIFIED)} unless it says otherwise; with another torch, or on ROCm, what it "
+        "says is marked unverified."
+    )
+    yield "## What is refused"
+    yield rule_table(REFUSALS)
+    yield "## What goes wrong where it is taken\n\nTold as `careful`, beside an implementation that PyTorch accepts."
+    yield rule_table(FAULTS)
+    yield "## Record"
+    yield (
+        f"`--json` prints one document with `schema_version` {records.SCHEMA_VERSION} and `calls`, each a `Why`; "
+        "`attnscope.why` returns the same record."
+    )
+    for record in (why_record.Why, why_record.Considered, why_record.Reason):
+        yield f"### {record.__name__}"
+        yield paragraphs(inspect.getdoc(record) or "")
+        yield table(("field", "type", "default"), [field_row(field) for field in dataclasses.fields(record)])
+
+
+def rule_table(book: Rulebook) -> str:
+    """One line a rule."""
+    rows = []
+    for rule in book.rules:
+        where = [
+            f"{', '.join(names)} on a {place}" for place, names in (("GPU", rule.cuda), ("CPU", rule.cpu)) if names
+        ]
+        since = f"; since torch {'.'.join(map(str, rule.since))}" if rule.since > (2, 10) else ""
+        verified = "" if rule.verified == VERIFIED else ", ".join(rule.verified) or "none: read, not seen"
+        rows.append((f"`{rule.id}`", "; ".join(where) + since, first_paragraph(rule.find), verified, rule.source or ""))
+    return table(("rule", "looks at", "what it says", "verified with", "source"), rows)
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "cli.md": cli_page,
     "implementations.md": implementations_page,
     "workloads.md": workloads_page,
     "report.md": report_page,
     "records.md": records_page,
+    "why.md": why_page,
 }
 
 

@@ -23,7 +23,11 @@ BASE = {"errors", "units", "device", "records"}  # everyone may import these
 NEVER_TORCH = ("trace", "explaining", "reporting")
 HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "cudnn", "IPython", "numpy"}
 # A record shows itself in a notebook and on a terminal; the views are imported when it does.
-EXCEPTIONS = {("attnscope.records", "attnscope.reporting.notebook"), ("attnscope.records", "attnscope.reporting.text")}
+EXCEPTIONS = {
+    ("attnscope.records", "attnscope.reporting.notebook"),
+    ("attnscope.records", "attnscope.reporting.text"),
+    ("attnscope.why_record", "attnscope.reporting.why_views"),
+}
 
 
 def path_of(module: str) -> Path:

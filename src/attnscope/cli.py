@@ -20,6 +20,7 @@ import typer
 from attnscope.explain_cli import explain
 from attnscope.ladder_cli import ladder
 from attnscope.terminal import never_fail_to_encode
+from attnscope.why_cli import why
 
 if TYPE_CHECKING:
     from attnscope.comparing import Plan, Watcher
@@ -37,6 +38,7 @@ records_app = typer.Typer(help="Keep the records of runs.", no_args_is_help=True
 app.add_typer(records_app, name="records")
 app.command()(ladder)
 app.command()(explain)
+app.command()(why)
 
 Workloads = Annotated[
     list[str] | None,

@@ -7,6 +7,7 @@ so that ``attnscope list`` works without torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -217,7 +218,7 @@ def missing_package(requirement: str) -> str | None:
     """A reason where ``name`` or ``name>=version`` is not installed, else None. Never imports the package."""
     name, _, least = requirement.partition(">=")
     try:
-        version = importlib.metadata.version(name)
+        version = _installed_version(name)
     except importlib.metadata.PackageNotFoundError:
         if importlib.util.find_spec(name.replace("-", "_")) is not None and not least:
             return None
@@ -225,6 +226,12 @@ def missing_package(requirement: str) -> str | None:
     if least and _version_key(version) < _version_key(least):
         return f"needs {name} {least} or newer, {version} is installed"
     return None
+
+
+@functools.cache
+def _installed_version(name: str) -> str:
+    """The version that is installed; asked hundreds of times, and each time a file would be read and parsed."""
+    return importlib.metadata.version(name)
 
 
 def _version_key(version: str) -> tuple[int, ...]:
