@@ -426,10 +426,9 @@ class TestCommand:
         assert done.exit_code == 0 and re.search(r"forward_v4\s+softmax_one_warp_a_row\s+\d+\s+0 B", done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("direction", "rungs"), [("forward", "v4,v8_async"), ("backward", "v7,v9_fused")])
-def test_a_whole_run_on_the_emulator(emulated, monkeypatch, direction, rungs):
-    """Checks, times and parts come together; only the numbers mean nothing."""
+@pytest.fixture
+def emulated_card(emulated, monkeypatch):
+    """``run_ladder`` takes the emulator for a card; only the numbers mean nothing."""
     from attnscope import implementation, inputs, limits, timers
 
     card = Limits("emulated", {"tf32": 1.0, "fp32": 1.0, "bf16": 1.0}, read_gb_per_s=10.0, copy_gb_per_s=10.0)
@@ -438,6 +437,31 @@ def test_a_whole_run_on_the_emulator(emulated, monkeypatch, direction, rungs):
     monkeypatch.setattr(implementation, "missing_package", lambda requirement: None)
     monkeypatch.setattr(limits, "measure_limits", lambda device, options: card)
     monkeypatch.setattr(timers, "make_timer", lambda device: timers.CpuTimer(2**20))
+
+
+@pytest.mark.slow
+def test_a_slow_rung_is_called_few_times(emulated_card, monkeypatch):
+    monkeypatch.setattr(ladder, "SLOW_MS", 0.0)
+    monkeypatch.setattr(ladder, "VERY_SLOW_S", 0.0)
+    calls = []
+    real = cuda_ladder.ForwardV4.prepare
+
+    def prepare(self, *arguments, **options):
+        prepared = real(self, *arguments, **options)
+        forward = prepared.forward
+        prepared.forward = lambda *a, **o: calls.append(1) or forward(*a, **o)
+        return prepared
+
+    monkeypatch.setattr(cuda_ladder.ForwardV4, "prepare", prepare)
+    (row,) = ladder.run_ladder("forward", rungs="v4", workload="B1,H1,L9,D16,fp32,causal,layout=qkv", quick=True).rows
+    assert row.passed and row.timing.samples == ladder.SLOW_SAMPLES and "slow" in row.note
+    assert len(calls) <= 6, "the article's first rung takes seconds a call"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("direction", "rungs"), [("forward", "v4,v8_async"), ("backward", "v7,v9_fused")])
+def test_a_whole_run_on_the_emulator(emulated_card, direction, rungs):
+    """Checks, times and parts come together."""
     run = ladder.run_ladder(
         direction, rungs=rungs, block_sizes="64,128", workload="B1,H2,L33,D32,fp32,causal,layout=qkv", quick=True
     )
