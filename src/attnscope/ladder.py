@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 DEFAULT_SUITE = {"forward": "gpt2-forward", "backward": "gpt2-backward"}
-TIMED_S, MIN_SAMPLES, MAX_SAMPLES = 0.15, 5, 50  # of one thing at one block size
+TIMED_S, MIN_SAMPLES, MAX_SAMPLES = 0.08, 5, 50  # of one thing at one block size
 SLOW_MS = 500.0  # a call that takes longer is checked on plain inputs only, and timed at its usual block size only
 VERY_SLOW_S = 3.0  # a first call, which also loads libraries
 SLOW_SAMPLES = 2
