@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnscope.device import Device, find_device
 from attnscope.errors import PrepareFailed
 from attnscope.implementation import find
-from attnscope.implementations import naive, sdpa
+from attnscope.implementations import common, naive, sdpa
 from attnscope.implementations.common import PerInputs, fused_implementation, may_hide_whole_rows
 from attnscope.inputs import make_inputs
 from attnscope.workload import Workload
@@ -119,8 +119,8 @@ def test_rows_without_keys_are_foreseen(
 def test_a_missing_compiler_is_a_reason(
     device: Device, has: set[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(naive.shutil, "which", lambda name: None if "which" in has else f"/{name}")
-    monkeypatch.setattr(naive, "find_spec", lambda name: None if "find_spec" in has else object())
+    monkeypatch.setattr(common.shutil, "which", lambda name: None if "which" in has else f"/{name}")
+    monkeypatch.setattr(common, "find_spec", lambda name: None if "find_spec" in has else object())
     assert any(found.startswith(reason) for found in reasons("naive_compiled", str(BLOG), device))
 
 

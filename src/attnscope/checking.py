@@ -118,7 +118,7 @@ class _Checker:
         self.backward = "backward" in directions
         compute = self.sheet.compute_precision(workload.dtype)
         self.compute = compute if compute in ("fp32", "tf32", "fp64") else "fp32"
-        self.rounds = self.sheet.rounded_too(workload.dtype, device)
+        self.rounds = self.sheet.rounded_too(workload, device)
         self.found: list[TensorCheck] = []
         self.told: list[TensorCheck] = []  # errors against the tight budget, for the factor
         self.deterministic: dict[str, bool] = {}
