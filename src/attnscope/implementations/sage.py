@@ -40,7 +40,7 @@ class Sage(SheetImplementation):
         devices=frozenset({"cuda"}),
         max_head_dim=128,
         min_capability=(8, 0),
-        packages=("torch", "sageattention", "triton"),
+        packages=("torch", "sageattention"),
         kernels={"cuda": (r"_attn_fwd|qk_int8|sage",)},
         approximate=True,
     )

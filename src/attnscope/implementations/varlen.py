@@ -55,6 +55,7 @@ class Varlen(SheetImplementation):
         for wanted, parameter, sentence in (
             (workload.group > 1, "enable_gqa", "takes no grouped-query heads"),
             (workload.window is not None, "window_size", "takes no sliding window"),
+            (workload.scale is not None, "scale", "takes no scale of its own"),
         ):
             if wanted and parameter not in _parameters():
                 found.append(f"{sentence} in the installed torch, whose varlen_attn has no {parameter}")
@@ -78,10 +79,9 @@ class PreparedVarlen(PreparedHeadsLast):
         super().__init__(workload, device, always_packed=True)
         self.varlen_attn = library.varlen_attn
         known = inspect.signature(library.varlen_attn).parameters
-        self.options: dict[str, Any] = {
-            "scale": workload.effective_scale,
-            "return_aux": library.AuxRequest(lse=True),
-        }
+        self.options: dict[str, Any] = {"return_aux": library.AuxRequest(lse=True)}
+        if "scale" in known:
+            self.options["scale"] = workload.effective_scale
         if "window_size" in known:
             self.options["window_size"] = window_of(workload)
         else:
