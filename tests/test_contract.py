@@ -95,6 +95,7 @@ FEATURE_CASES = {
     "packed": "H2,D32,packed=40/25",
     "dropout": "B1,H2,L65,D32,dropout=0.3",
 }
+COMPILED = {name for name in names("all") if find(name).sheet.compiled}
 COMPILED_CASES = {"B2,H4,L65,D32,fp32,causal", CASES[-1]}
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,10 +104,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def cases_of(workloads: list[str]) -> list[object]:
     """(name, workload) pairs; a compiler is slow, so it gets a few."""
     return [
-        pytest.param(name, text, marks=pytest.mark.slow if name == "naive_compiled" else ())
+        pytest.param(name, text, marks=pytest.mark.slow if name in COMPILED else ())
         for name in names("all")
         for text in workloads
-        if name != "naive_compiled" or text in COMPILED_CASES
+        if name not in COMPILED or text in COMPILED_CASES
     ]
 
 
@@ -126,7 +127,7 @@ def test_implementation_on_workload(name: str, text: str, device: Device) -> Non
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("name", [name for name in names("all") if name != "naive_compiled"])
+@pytest.mark.parametrize("name", [name for name in names("all") if name not in COMPILED])
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_feature_claimed_runs_and_feature_not_claimed_is_refused(name: str, feature: str, device: Device) -> None:
     implementation = find(name)

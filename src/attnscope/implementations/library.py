@@ -79,6 +79,13 @@ def compile_by_running(implementation: Implementation, prepared: Prepared, workl
         prepared.backward(inputs, prepared.forward(inputs, save=True).saved)
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """What was raised first of all, which says more than what was made of it."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
+
+
 def first_line(error: BaseException) -> str:
     """``ImportError: libcudart.so.12: cannot open shared object file``: the class and the first line of its message."""
     lines = str(error).strip().splitlines()

@@ -109,6 +109,7 @@ class NaiveCompiled(_NaiveBase):
         features=frozenset(FEATURES),
         compute=OWN_PRECISION,
         materialises_scores=True,
+        compiled=True,
     )
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:

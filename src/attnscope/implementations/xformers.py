@@ -16,7 +16,7 @@ from attnscope.errors import PrepareFailed
 from attnscope.implementation import Sheet, SheetImplementation, module_is_there
 from attnscope.implementations.common import PerInputs, both_visible, may_hide_whole_rows
 from attnscope.implementations.heads_last import Packing, PreparedHeadsLast, needs_packing, shape_reasons
-from attnscope.implementations.library import Library, first_line
+from attnscope.implementations.library import Library, first_line, root_cause
 from attnscope.inputs import Inputs, Tensor, torch_dtype, visible_by_geometry
 from attnscope.workload import Workload
 
@@ -83,7 +83,7 @@ class Xformers(SheetImplementation):
         if broken is not None:
             raise PrepareFailed(
                 f"{self.name}: package xformers {library.version()} is installed, but its extension does not load: "
-                f"{first_line(broken.__cause__ or broken)}",
+                f"{first_line(root_cause(broken))}",
                 str(broken),
             )
         return PreparedXformers(fmha, workload, device)
