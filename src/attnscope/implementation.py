@@ -50,6 +50,7 @@ FEATURE_SENTENCES = {
     "packed": "packed sequences",
     "dropout": "a given dropout mask",
 }
+NO_GRADIENT = {"bias": "gives no gradient for the bias"}  # the reason of a feature that ``forward_only`` names
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Sheet:
     kernel does, it is graded ``loose``. That ``compute`` is bf16 or fp16 implies ``scores``.
     ``coarse_tanh`` says that its softcap takes the card's approximate tanh (``tanh.approx``, off by up to 2**-11),
     which is as coarse as rounding scores: with a softcap it may err as much. ``forward_only`` are features that have
-    no backward: their reason then is of the backward alone. ``compiled`` says that ``prepare`` runs torch.compile.
+    no backward: their reason then is of the backward alone. ``compiled`` says that ``prepare`` runs torch.compile,
+    ``traceable`` that a caller's own ``torch.compile(fullgraph=True)`` may run through a forward, ``cuda_graph`` that a
+    forward can be captured.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
 
@@ -84,6 +87,7 @@ class Sheet:
     coarse_tanh: bool = False
     forward_only: frozenset[str] = frozenset()
     compiled: bool = False
+    traceable: bool = False
     lse: bool = False
     deterministic: bool = False
     materialises_scores: bool = False
@@ -112,6 +116,16 @@ class Sheet:
         scores = {"scores"} if coarse or self.compute_precision(workload.dtype) in ("bf16", "fp16") else set()
         return self.rounds.get(device.kind, frozenset()) | scores
 
+    def head_dims(self) -> str:
+        """``up to 256, multiples of 8``, in words."""
+        multiples = f"multiples of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
+        most = f"up to {self.max_head_dim}" if self.max_head_dim is not None else ""
+        return ", ".join(part for part in (most, multiples) if part) or "any"
+
+    def torch_compile(self) -> str:
+        """``compiled`` where it compiles itself, ``traceable`` where a caller may, else empty: not promised."""
+        return "compiled" if self.compiled else "traceable" if self.traceable else ""
+
     def reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         """Every reason, one sentence each, that follows from the sheet alone."""
         found = [reason for reason in map(missing_package, self.packages) if reason]
@@ -128,7 +142,7 @@ class Sheet:
             if word in workload.features - self.features
         ]
         found += [
-            f"has no backward with {FEATURE_SENTENCES[word]}"
+            NO_GRADIENT.get(word, f"has no backward with {FEATURE_SENTENCES[word]}")
             for word in FEATURES
             if direction == "backward" and word in workload.features & self.forward_only
         ]

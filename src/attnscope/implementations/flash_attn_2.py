@@ -44,6 +44,7 @@ class FlashAttn2(SheetImplementation):
         packages=("torch", LIBRARY.requirement),
         kernels={"cuda": (r"flash_(fwd|bwd)",)},
         kernels_absent={"cuda": (r"pytorch_flash",)},
+        traceable=True,
         lse=True,
         coarse_tanh=True,
     )  # fmt: skip

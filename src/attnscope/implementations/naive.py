@@ -62,6 +62,7 @@ class Naive(_NaiveBase):
         kernels=SOFTMAX_RAN,
         kernels_absent=NOTHING_FUSED_RAN,
         materialises_scores=True,
+        traceable=True,
     )
 
     def prepare(self, workload: Workload, device: Device) -> PreparedNaive:
@@ -82,6 +83,7 @@ class NaiveInplace(_NaiveBase):
         kernels=SOFTMAX_RAN,
         kernels_absent=NOTHING_FUSED_RAN,
         materialises_scores=True,
+        traceable=True,
     )
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:

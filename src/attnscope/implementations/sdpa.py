@@ -103,6 +103,7 @@ class SdpaMath(_Sdpa):
         kernels={"cpu": (r"(?i)softmax",), "cuda": (r"(?i)softmax",)},
         kernels_absent={"cpu": (ANY_FUSED,), "cuda": (ANY_FUSED,)},
         materialises_scores=True,
+        traceable=True,
     )
 
 
@@ -153,6 +154,7 @@ class SdpaEfficient(_Fused):
         rounds=ROUNDS,
         kernels={"cuda": (r"fmha_cutlass",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_efficient"],)},
+        traceable=True,
     )
 
     def own_reasons(self, workload: Workload, device: Device, direction: str) -> Iterator[str]:
@@ -181,19 +183,19 @@ class SdpaFlash(_Fused):
         dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}),
         features=FEATURES - {"unequal_head_dims"},
         min_capability=(8, 0),
+        forward_only=frozenset({"bias"}),
         rounds=FLASH_ROUNDS,
         kernels={"cpu": (r"_scaled_dot_product_flash_attention_for_cpu",), "cuda": (r"pytorch_flash|flash_(fwd|bwd)",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_flash"],)},
+        traceable=True,
     )
 
     def own_reasons(self, workload: Workload, device: Device, direction: str) -> Iterator[str]:
-        """No gradient of a mask, no scale that turns the order of scores."""
+        """No scale that turns the order of scores."""
         yield from super().own_reasons(workload, device, direction)
         # On a CPU seen with torch 2.13 (NaN); on a GPU scale_apply_exp2 in FlashAttention-2's softmax.h.
         if workload.effective_scale <= 0 and (device.kind == "cuda" or uses_is_causal(workload)):
             yield _scale_reason(workload)
-        if workload.bias and direction == "backward":
-            yield "gives no gradient for the bias"
 
     def gpu_reasons(self, workload: Workload, direction: str) -> Iterator[str]:
         """What FlashAttention-2 takes."""
@@ -221,13 +223,15 @@ class SdpaCudnn(_Fused):
         devices=frozenset({"cuda"}),
         min_capability=(8, 0),
         head_dim_multiple=8,
+        forward_only=frozenset({"bias"}),
         rounds=ROUNDS,
         kernels={"cuda": (r"cudnn.*(sdpa|flash|fort|mha)",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_cudnn"],)},
+        traceable=True,
     )
 
     def own_reasons(self, workload: Workload, device: Device, direction: str) -> Iterator[str]:
-        """One key, rows that see none, gradients of a mask, determinism."""
+        """One key, rows that see none, determinism."""
         w = workload
         yield from super().own_reasons(w, device, direction)
         if w.S == 1:
@@ -235,8 +239,6 @@ class SdpaCudnn(_Fused):
         # convert_boolean_attn_mask_cudnn in aten/src/ATen/native/transformers/attention.cpp: -65504 stands for -inf.
         if needs_mask(w) and may_hide_whole_rows(w):
             yield "masks with a finite number, so a row that sees no key (which this workload may have) is not 0"
-        if w.bias and direction == "backward":
-            yield "gives no gradient for the bias"
         if _deterministic_only():
             yield "is not deterministic, and torch.use_deterministic_algorithms is on"
 
@@ -247,7 +249,9 @@ class SdpaAuto(_Sdpa):
     name = "sdpa_auto"
     summary = "PyTorch's SDPA as PyTorch chooses; the row says what ran"
     backend = None
-    sheet = Sheet(dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}), features=FEATURES, rounds=FLASH_ROUNDS)
+    sheet = Sheet(
+        dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}), features=FEATURES, rounds=FLASH_ROUNDS, traceable=True
+    )
 
     def ran(self, names: Iterable[str]) -> str | None:
         """The implementation that PyTorch took, by the kernels and ops that ran; None where they do not tell."""

@@ -43,6 +43,7 @@ class Varlen(SheetImplementation):
         min_capability=(8, 0),
         packages=("torch>=2.10",),
         kernels={"cuda": (r"flash_(fwd|bwd)|FlashAttn(Fwd|Bwd)|flash_attncute",)},
+        traceable=True,
         lse=True,
     )
 
