@@ -263,7 +263,7 @@ CAUSAL_CROSS = "B1,H4,L64,S128,D64,bf16,causal"
         ("xformers", "B2,H4,L64,D64,bf16,causal,lengths=64/9,window=5", "forward", H200, "aligned to the top left for"),
         ("xformers", "B1,H4,L64,D64,fp32", "forward", B200, "computes fp32 by CUTLASS, up to compute capability 9.0"),
         ("sage", "B1,H4,L64,D80,bf16", "forward", H200, "takes D of 64, 96, 128, not 80"),
-        ("sage", "H4,D96,bf16,packed=64/64", "forward", H200, "takes D of 64, 128, not 96"),
+        ("sage", "H4,D96,bf16,packed=64/64", "forward", H200, "takes D of 64, 128 for packed sequences, not 96"),
         ("sage", CAUSAL_CROSS, "forward", H200, "takes a causal mask only where L = S"),
         ("sage", "B1,H4,L65,D64,bf16", "forward", H200, "counts keys past the end"),
         ("sage", "B1,H4,L64,D64,bf16,causal", "forward", H200, "reads past its quantisation scales"),

@@ -79,6 +79,7 @@ class Sheet:
     layouts: frozenset[str] = frozenset({"bhld", "blhd", "qkv"})
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    head_dim_choices: tuple[int, ...] = ()
     min_capability: tuple[int, int] | None = None
     packages: tuple[str, ...] = ("torch",)
     rounds: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -118,6 +119,8 @@ class Sheet:
 
     def head_dims(self) -> str:
         """``up to 256, multiples of 8``, in words."""
+        if self.head_dim_choices:
+            return ", ".join(map(str, self.head_dim_choices))
         multiples = f"multiples of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
         most = f"up to {self.max_head_dim}" if self.max_head_dim is not None else ""
         return ", ".join(part for part in (most, multiples) if part) or "any"
@@ -162,6 +165,8 @@ class Sheet:
     def _head_dim_reasons(self, w: Workload) -> list[str]:
         found = []
         for name, size in (("D", w.D), ("D_v", w.D_v)) if w.D != w.D_v else (("D", w.D),):
+            if self.head_dim_choices and size not in self.head_dim_choices:
+                found.append(f"takes {name} of {', '.join(map(str, self.head_dim_choices))}, not {size}")
             if self.max_head_dim is not None and size > self.max_head_dim:
                 found.append(f"takes {name} up to {self.max_head_dim}, not {size}")
             if size % self.head_dim_multiple:

@@ -38,7 +38,7 @@ class Sage(SheetImplementation):
         directions=frozenset({"forward"}),
         compute=dict.fromkeys(DTYPES, "int8"),
         devices=frozenset({"cuda"}),
-        max_head_dim=128,
+        head_dim_choices=HEAD_DIMS,
         min_capability=(8, 0),
         packages=("torch", "sageattention"),
         kernels={"cuda": (r"_attn_fwd|qk_int8|sage",)},
@@ -62,9 +62,8 @@ def _reasons(w: Workload) -> Iterator[str]:
         yield f"takes no empty batch or sequences, this workload has B = {w.B}, L = {w.L}, S = {w.S}"
     if w.effective_scale == 0:
         yield "divides by its scale, which must not be 0"
-    known = HEAD_DIMS_PACKED if needs_packing(w) else HEAD_DIMS
-    if w.D not in known:
-        yield f"takes D of {', '.join(map(str, known))}, not {w.D}"
+    if needs_packing(w) and w.D in HEAD_DIMS and w.D not in HEAD_DIMS_PACKED:
+        yield f"takes D of {', '.join(map(str, HEAD_DIMS_PACKED))} for packed sequences, not {w.D}"
     if w.causal and w.L != w.S:
         yield f"takes a causal mask only where L = S, not L = {w.L}, S = {w.S}"
         return
