@@ -44,7 +44,7 @@ WORDS = {
     "bias": "an additive bias of a dtype and a shape, which gets a gradient",
     "lengths": "how many keys of each batch entry are real",
     "packed": "sequences laid end to end; B, L and S follow",
-    "dropout": "a given dropout mask of this probability",
+    "dropout": "dropout of this probability, by a given mask or drawn by the implementation",
     "layout": "strides in memory: `bhld`, `blhd`, or `qkv` (three views of one packed buffer)",
 }
 
@@ -74,7 +74,8 @@ def implementations_page() -> Iterator[str]:
     yield (
         "What each sheet claims; every claim is tested. What a sheet does not claim is refused with a reason, and "
         "PyTorch, a library or the card may refuse more: `attnscope list` says what runs on this machine. A feature "
-        "that has no backward says `forward`; `bias_gradient` is a gradient of the bias. Under `in torch.compile`, "
+        "that has no backward says `forward`; dropout that an implementation draws itself says `drawn`, `yes` follows "
+        "a given mask; `bias_gradient` is a gradient of the bias. Under `in torch.compile`, "
         "`compiled` means that it compiles itself, `traceable` that `torch.compile(fullgraph=True)` may run through it."
     )
     for title, names in (("all", [n for n in known if n not in ladder]), ("ladder", [n for n in known if n in ladder])):
@@ -118,6 +119,8 @@ def feature_cell(sheet: Sheet, word: str) -> str:
     """`yes`, `forward` where there is no backward with it, else empty."""
     if word == "bias_gradient":
         return yes("bias" in sheet.features - sheet.forward_only and "backward" in sheet.directions)
+    if word == "dropout" and sheet.draws_dropout:
+        return "drawn"
     if word not in sheet.features:
         return ""
     return "forward" if word in sheet.forward_only else "yes"

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnscope.checking import check_implementation
 from attnscope.device import Device, find_device
 from attnscope.implementation import (
     FEATURE_SENTENCES,
@@ -133,6 +134,12 @@ def test_feature_claimed_runs_and_feature_not_claimed_is_refused(name: str, feat
     implementation = find(name)
     workload = feature_workload(implementation, feature)
     assert workload.features == {feature}
+    if feature == "dropout" and implementation.sheet.draws_dropout:
+        skip_with_reasons(implementation, workload, device)
+        directions = [d for d in DIRECTIONS if not implementation.reasons_unsupported(workload, device, d)]
+        result = check_implementation(implementation, workload, device, directions=directions, quick=True)
+        assert result.passed, result.message
+        return
     if feature not in implementation.sheet.features:
         for direction in DIRECTIONS:
             reasons = implementation.reasons_unsupported(workload, device, direction)
@@ -230,6 +237,8 @@ def problem(workload: Workload, device: Device) -> tuple[Inputs, Attention]:
 def run_case(implementation: Implementation, inputs: Inputs, truth: Attention, device: Device) -> None:
     """Both directions against float64, with what the contract promises of shapes, dtypes, inputs and repetition."""
     workload = inputs.workload
+    if workload.dropout and implementation.sheet.draws_dropout:
+        pytest.skip("it draws its own dropout, which is checked by statistics")
     before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
     prepared = implementation.prepare(workload, device)
     output = prepared.forward(inputs)

@@ -68,6 +68,8 @@ class Sheet:
     no backward: their reason then is of the backward alone. ``compiled`` says that ``prepare`` runs torch.compile,
     ``traceable`` that a caller's own ``torch.compile(fullgraph=True)`` may run through a forward, ``cuda_graph`` that a
     forward can be captured.
+    ``draws_dropout`` says that it drops with the workload's probability by random numbers of its own, from torch's
+    generator; the feature ``dropout`` is that it follows the given mask.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
 
@@ -87,6 +89,7 @@ class Sheet:
     kernels_absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     coarse_tanh: bool = False
     forward_only: frozenset[str] = frozenset()
+    draws_dropout: bool = False
     compiled: bool = False
     traceable: bool = False
     lse: bool = False
@@ -142,7 +145,7 @@ class Sheet:
         found += [
             f"does not support {FEATURE_SENTENCES[word]}"
             for word in FEATURES
-            if word in workload.features - self.features
+            if word in workload.features - self.features - ({"dropout"} if self.draws_dropout else set())
         ]
         found += [
             NO_GRADIENT.get(word, f"has no backward with {FEATURE_SENTENCES[word]}")

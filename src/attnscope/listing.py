@@ -32,6 +32,7 @@ def list_implementations() -> list[dict[str, Any]]:
                 "lse": sheet.lse,
                 "deterministic": sheet.deterministic,
                 "torch_compile": sheet.torch_compile(),
+                "draws_dropout": sheet.draws_dropout,
                 "cuda_graph": sheet.cuda_graph and "cuda" in sheet.devices,
                 "packages": list(sheet.packages),
                 "approximate": sheet.approximate,

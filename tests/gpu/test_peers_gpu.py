@@ -51,6 +51,8 @@ OPTIONS = [
     "B3,H8,L256,D128,bf16,lengths=256/100/0",
     "B1,H8,L1000,S300,D64,bf16,causal=bottom_right",
     "B1,H4,L256,D256,bf16,causal",
+    "B2,H8,L512,D64,bf16,causal,dropout=0.1",
+    "B2,H8,L300,D64,bf16,mask=bool,dropout=0.2",
 ]
 LEAST_OF_THE_COMMON = {"sage": 3, "varlen": 6}  # of WORKLOADS; others all
 

@@ -46,14 +46,16 @@ class FlashAttn2(SheetImplementation):
         kernels_absent={"cuda": (r"pytorch_flash",)},
         traceable=True,
         lse=True,
+        draws_dropout=True,
         coarse_tanh=True,
     )  # fmt: skip
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
-        """Where positions count from, empty tensors, scales."""
+        """Where positions count from, empty tensors, scales, softcap with dropout."""
         del device, direction
         anchor = anchor_reason(workload)
-        return [*([anchor] if anchor else []), *shape_reasons(workload)]
+        both = ["takes no softcap together with dropout"] if workload.softcap and workload.dropout else []
+        return [*([anchor] if anchor else []), *shape_reasons(workload), *both]
 
     def prepare(self, workload: Workload, device: Device) -> PreparedFlashAttn2:
         """Imports the library. Raises PrepareFailed where it is broken."""
@@ -61,7 +63,10 @@ class FlashAttn2(SheetImplementation):
 
 
 class PreparedFlashAttn2(PreparedHeadsLast):
-    """The library's calls. ``return_attn_probs`` without dropout returns lse and writes no probabilities."""
+    """The library's calls.
+
+    ``return_attn_probs`` returns lse; without dropout it writes no probabilities, with dropout it would.
+    """
 
     def __init__(self, library: Any, workload: Workload, device: Device) -> None:
         super().__init__(workload, device)
@@ -71,7 +76,8 @@ class PreparedFlashAttn2(PreparedHeadsLast):
             "causal": workload.causal is not None,
             "window_size": window_of(workload),
             "softcap": workload.softcap or 0.0,
-            "return_attn_probs": True,
+            "dropout_p": workload.dropout,
+            "return_attn_probs": not workload.dropout,
         }
         self.lse_shift = self._lse_shift(device) if workload.alibi and self._is_causal() else None
 
@@ -85,17 +91,14 @@ class PreparedFlashAttn2(PreparedHeadsLast):
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """``flash_attn_func``."""
-        out, lse, _ = self.library.flash_attn_func(q, k, v, **options)
-        return out, lse
+        return _out_and_lse(self.library.flash_attn_func(q, k, v, **options))
 
     def ragged(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """``flash_attn_varlen_func``."""
-        out, lse, _ = self.library.flash_attn_varlen_func(
-            q, k, v, packing.cu_queries, packing.cu_keys, packing.longest_query, packing.longest_key, **options
-        )
-        return out, lse
+        ends = packing.cu_queries, packing.cu_keys, packing.longest_query, packing.longest_key
+        return _out_and_lse(self.library.flash_attn_varlen_func(q, k, v, *ends, **options))
 
     def finish_lse(self, lse: Tensor, inputs: Inputs) -> Tensor:
         """Of a causal ALiBi the library adds ``slope * j`` instead of ``-slope * (p - j)``: lse lacks ``slope * p``."""
@@ -119,3 +122,8 @@ class PreparedFlashAttn2(PreparedHeadsLast):
             return torch.cat([torch.arange(n) for n in w.packed]).float().to(device.torch_name)[None]
         offsets = torch.tensor([w.query_offset(b) for b in range(w.B)])
         return (torch.arange(w.L)[None] + offsets[:, None]).float().to(device.torch_name)
+
+
+def _out_and_lse(returned: Any) -> tuple[Tensor, Tensor | None]:
+    """(out, lse, probabilities), or out alone."""
+    return (returned[0], returned[1]) if isinstance(returned, tuple) else (returned, None)

@@ -32,7 +32,7 @@ from attnscope.implementations.common import (
 from attnscope.inputs import Inputs, Tensor, torch_dtype, visible_by_geometry
 from attnscope.workload import Workload
 
-# Not softcap, not sinks; and its dropout draws its own random numbers.
+# Not softcap, not sinks; dropout it draws itself, cuDNN with probabilities of 1/16 steps only.
 FEATURES = frozenset(
     {
         "gqa", "cross", "unequal_head_dims", "causal_top_left", "causal_bottom_right", "window", "scale",
@@ -66,8 +66,6 @@ class _Sdpa(SheetImplementation):
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         found = list(self.own_reasons(workload, device, direction))
-        if workload.dropout:
-            found.append("its dropout draws its own random numbers, so it cannot follow a given mask")
         if found or self.sheet.reasons(workload, device, direction):
             return found
         return self.torch_reasons(workload, device, direction)
@@ -103,6 +101,7 @@ class SdpaMath(_Sdpa):
         kernels={"cpu": (r"(?i)softmax",), "cuda": (r"(?i)softmax",)},
         kernels_absent={"cpu": (ANY_FUSED,), "cuda": (ANY_FUSED,)},
         materialises_scores=True,
+        draws_dropout=True,
         traceable=True,
     )
 
@@ -154,6 +153,7 @@ class SdpaEfficient(_Fused):
         rounds=ROUNDS,
         kernels={"cuda": (r"fmha_cutlass",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_efficient"],)},
+        draws_dropout=True,
         traceable=True,
     )
 
@@ -187,6 +187,7 @@ class SdpaFlash(_Fused):
         rounds=FLASH_ROUNDS,
         kernels={"cpu": (r"_scaled_dot_product_flash_attention_for_cpu",), "cuda": (r"pytorch_flash|flash_(fwd|bwd)",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_flash"],)},
+        draws_dropout=True,
         traceable=True,
     )
 
@@ -250,7 +251,11 @@ class SdpaAuto(_Sdpa):
     summary = "PyTorch's SDPA as PyTorch chooses; the row says what ran"
     backend = None
     sheet = Sheet(
-        dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}), features=FEATURES, rounds=FLASH_ROUNDS, traceable=True
+        dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}),
+        features=FEATURES,
+        rounds=FLASH_ROUNDS,
+        draws_dropout=True,
+        traceable=True,
     )
 
     def ran(self, names: Iterable[str]) -> str | None:
@@ -275,7 +280,11 @@ class PreparedSdpa:
         self.needs_unit_stride = backend not in (None, "MATH")  # the others fall back to math by themselves
         self.dtype = torch_dtype(workload.dtype)
         self.is_causal, self.needs_mask = uses_is_causal(workload), needs_mask(workload)
-        self.options: dict[str, Any] = {"scale": workload.scale, "enable_gqa": workload.group > 1}
+        self.options: dict[str, Any] = {
+            "scale": workload.scale,
+            "enable_gqa": workload.group > 1,
+            "dropout_p": workload.dropout,
+        }
         self.visible_by_geometry = visible_by_geometry(workload, device.torch_name) if self.needs_mask else None
         self.fixed_parts = PerInputs(self._fixed_parts)
         self.attn_mask = PerInputs(lambda inputs: self._attn_mask(inputs, inputs.bias))
@@ -368,7 +377,7 @@ def _selection(backend: str, device: Device) -> Callable[[Workload, str], bool] 
     def accepts(workload: Workload, direction: str) -> bool:
         with torch.set_grad_enabled(direction == "backward"):
             tensors = _stand_ins(torch, workload, device)
-            asked = (*tensors, 0.0, uses_is_causal(workload), workload.group > 1)
+            asked = (*tensors, workload.dropout, uses_is_causal(workload), workload.group > 1)
             if device.kind == "cuda":
                 with sdpa_kernel(pin):
                     return fits(torch.backends.cuda.SDPAParams(*asked), False)
@@ -399,6 +408,8 @@ def _easier(w: Workload, direction: str) -> Iterator[tuple[Workload, str, str]]:
         yield w, "forward", "has no backward of this kernel here"
     if w.group > 1:
         yield w.replace(H_kv=w.H), direction, f"does not take grouped-query heads (enable_gqa) here, H{w.H}/{w.H_kv}"
+    if w.dropout:
+        yield w.replace(dropout=0.0), direction, "does not take dropout here"
     plain = w.replace(
         causal=None, window=None, alibi=False, mask=None, bias=None, bias_shape=None, lengths=None, packed=None
     )

@@ -59,6 +59,7 @@ class Xformers(SheetImplementation):
         devices=frozenset({"cuda"}),
         min_capability=(8, 0),
         packages=("torch", "xformers"),
+        draws_dropout=True,
         rounds={"cuda": frozenset({"bias"})},
         kernels={"cuda": (r"fmha_cutlass|flash_(fwd|bwd)|FlashAttn(Fwd|Bwd)|[sS]plit_?[kK]",)},
     )  # fmt: skip
@@ -139,11 +140,11 @@ class PreparedXformers(PreparedHeadsLast):
         self.geometry = None if needs_tensor(workload) else self._bias_class()
 
     def options_of(self, inputs: Inputs, leaves: dict[str, Tensor]) -> dict[str, Any]:
-        """The mask and the scale."""
+        """The mask, the scale and the probability of dropout."""
         bias = self.geometry
         if needs_tensor(self.workload):
             bias = self._tensor(inputs, leaves["bias"]) if "bias" in leaves else self.fixed_tensor(inputs)
-        return {"attn_bias": bias, "scale": self.workload.effective_scale}
+        return {"attn_bias": bias, "scale": self.workload.effective_scale, "p": self.workload.dropout}
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """``memory_efficient_attention``; with grouped heads in five dimensions, keys and values expanded."""

@@ -3,7 +3,7 @@
 import torch
 
 
-def attend64(q, k, v, scale, hidden=None, added=None, softcap=0.0, sinks=None):
+def attend64(q, k, v, scale, hidden=None, added=None, softcap=0.0, sinks=None, dropout=0.0):
     """out (B, L, H, D_v) in q's dtype, lse (B, H, L) float64 with -inf for rows that see nothing.
 
     ``hidden`` is bool (B or 1, L, S), ``added`` broadcasts to (B, H, L, S), ``sinks`` is (H,).
@@ -27,6 +27,8 @@ def attend64(q, k, v, scale, hidden=None, added=None, softcap=0.0, sinks=None):
     )
     if sinks is not None:
         weights = weights[..., :-1]
+    if dropout:
+        weights = weights * (torch.rand(weights.shape) >= dropout) / (1 - dropout)
     return (weights @ v64).transpose(1, 2).to(q.dtype), lse
 
 

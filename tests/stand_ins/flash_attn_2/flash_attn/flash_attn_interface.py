@@ -4,7 +4,7 @@ import torch
 from attention64 import attend64, band, by_sequence, must_be_readable
 
 
-def _attend(q, k, v, scale, causal, window_size, softcap, slopes, longest_key):
+def _attend(q, k, v, scale, causal, window_size, softcap, slopes, longest_key, dropout):
     left, right = window_size
     left = -1 if left >= longest_key else left
     right = 0 if causal else right
@@ -16,7 +16,7 @@ def _attend(q, k, v, scale, causal, window_size, softcap, slopes, longest_key):
         others = torch.arange(keys)[None]
         # a causal kernel adds the same to all rows: softmax does not see it, lse does
         added = slopes.double()[:, None, None] * (others if is_causal else -(own - others).abs())
-    out, lse = attend64(q, k, v, scale, band(rows, keys, left, right, q.device), added, softcap)
+    out, lse = attend64(q, k, v, scale, band(rows, keys, left, right, q.device), added, softcap, dropout=dropout)
     return out, torch.where(torch.isneginf(lse), torch.inf, lse).float()
 
 
@@ -35,7 +35,7 @@ def flash_attn_func(
 ):
     must_be_readable(q, k, v)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    out, lse = _attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
+    out, lse = _attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes, k.shape[1], dropout_p)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -63,7 +63,7 @@ def flash_attn_varlen_func(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
     def one(q, k, v):
-        return _attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
+        return _attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k, dropout_p)
 
     out, lse = by_sequence(one, q, k, v, cu_seqlens_q, cu_seqlens_k)
     return (out, lse, None) if return_attn_probs else out

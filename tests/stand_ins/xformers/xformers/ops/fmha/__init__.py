@@ -26,10 +26,10 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         assert attn_bias.shape == (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         assert attn_bias.dtype == query.dtype and attn_bias.stride(-1) <= 1
         assert all(stride % (16 // attn_bias.element_size()) == 0 for stride in attn_bias.stride()[:-1])
-        out, _ = attend64(query, key, value, scale, added=attn_bias.double())
+        out, _ = attend64(query, key, value, scale, added=attn_bias.double(), dropout=p)
     else:
         hidden = None if attn_bias is None else attn_bias.hidden(query.shape[1], key.shape[1], query.device)
         if isinstance(attn_bias, BlockDiagonalMask):
             assert query.shape[0] == 1
-        out, _ = attend64(query, key, value, scale, hidden)
+        out, _ = attend64(query, key, value, scale, hidden, dropout=p)
     return out.reshape(*shape[:-1], value.shape[-1])
