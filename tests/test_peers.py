@@ -16,11 +16,12 @@ import torch
 from attnscope.checking import ReferenceCache, check_implementation
 from attnscope.device import Device, find_device
 from attnscope.errors import PrepareFailed
-from attnscope.implementation import Implementation, find, module_is_there
+from attnscope.implementation import FEATURE_SENTENCES, FEATURES, Implementation, find, module_is_there
 from attnscope.implementations.heads_last import addressable, anchor_reason
 from attnscope.implementations.library import Library, first_line
 from attnscope.inputs import make_inputs
 from attnscope.workload import DIRECTIONS, Workload
+from test_contract import FEATURE_CASES
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 CPU = find_device("cpu")
@@ -63,7 +64,7 @@ CASES = {
         "H4,D32,bf16,packed=30/21/14,alibi,causal",
         "B2,H4,L33,S65,D32,bf16,alibi,causal=bottom_right,lengths=65/40",
     ],
-    "flash_attn_3": [*FLASH, *SOFTCAP],
+    "flash_attn_3": [*FLASH[::2], *SOFTCAP],
     "flash_attn_4": [
         *FLASH,
         *SOFTCAP,
@@ -96,7 +97,22 @@ CASES = {
         "H2,D128,bf16,packed=64/128",
     ],
 }
-ALL_CASES = [(name, text) for name, texts in CASES.items() for text in texts]
+ALL_CASES = [  # half of them in a bare pytest, all in make test
+    pytest.param(name, text, marks=pytest.mark.slow if number % 2 else ())
+    for name, texts in CASES.items()
+    for number, text in enumerate(texts)
+]
+FLEX_CASES = [
+    "B2,H6,L33,S64,D32,fp32,causal=bottom_right,lengths=64/20,alibi,softcap=2.5",
+    "B2,H4,L65,D32,fp32,causal",
+    "B2,H4/2,L65,S129,D32,Dv16,bf16,causal=bottom_right",
+    "B1,H2,L129,S65,D32,fp32,causal=bottom_right,window=9",
+    "B1,H2,L65,S129,D32,fp32,window=9",
+    "B3,H2,L65,S64,D32,fp32,lengths=64/7/0,causal",
+    "H2,D32,fp32,causal,packed=30/21/0/51,alibi",
+    "B1,H3,L33,D7,fp16,scale=0.3,layout=qkv",
+    "B2,H4,L33,D32,fp32,layout=blhd,softcap=2.5,alibi",
+]
 
 
 @pytest.fixture
@@ -162,7 +178,7 @@ def checked(implementation: Implementation, text: str, directions: tuple[str, ..
     workload = Workload.parse(text)
     prepared = implementation.prepare(workload, CPU)
     return check_implementation(
-        implementation, workload, CPU, directions=directions, kinds=("plain", "needles"), prepared=prepared,
+        implementation, workload, CPU, directions=directions, kinds=("needles",), prepared=prepared,
         cache=ReferenceCache(),
     )  # fmt: skip
 
@@ -384,21 +400,19 @@ def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "B2,H4,L65,D32,fp32,causal",
-        "B2,H4/2,L65,S129,D32,Dv16,bf16,causal=bottom_right",
-        "B1,H2,L129,S65,D32,fp32,causal=bottom_right,window=9",
-        "B1,H2,L65,S129,D32,fp32,window=9",
-        "B3,H2,L65,S64,D32,fp32,lengths=64/7/0,causal",
-        "B2,H6,L33,S64,D32,fp32,causal=bottom_right,lengths=64/20,alibi,softcap=2.5",
-        "H2,D32,fp32,causal,packed=30/21/0/51,alibi",
-    ],
+    "text", [pytest.param(text, marks=pytest.mark.slow if text != FLEX_CASES[0] else ()) for text in FLEX_CASES]
 )
 def test_flex_masks_and_scores_are_the_workloads(text, monkeypatch):
     compiled_eagerly(monkeypatch)
     result = checked(find("flex"), text, ("forward",))
     assert result.passed and result.grade == "tight", result.message
+
+
+@pytest.mark.parametrize("feature", [word for word in FEATURES if word not in find("flex").sheet.features])
+def test_flex_refuses_what_it_does_not_claim(feature):
+    for direction in DIRECTIONS:
+        found = reasons("flex", FEATURE_CASES[feature], direction)
+        assert any(FEATURE_SENTENCES[feature] in reason for reason in found)
 
 
 def test_flex_builds_its_block_mask_in_prepare_and_compiles_once(monkeypatch):

@@ -14,7 +14,6 @@ import functools
 import itertools
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,9 +65,7 @@ class Flex(SheetImplementation):
 
         prepared = PreparedFlex(workload, device)
         try:
-            with warnings.catch_warnings(), functorch_config.patch(donated_buffer=False):
-                # Inductor's advice is for the caller of torch.compile; a buffer given away cannot serve backward twice.
-                warnings.simplefilter("ignore")
+            with functorch_config.patch(donated_buffer=False):  # a buffer given away cannot serve backward twice
                 compile_by_running(self, prepared, workload, device)
         except (TorchDynamoException, NotImplementedError) as error:
             lines = str(error).strip().splitlines()

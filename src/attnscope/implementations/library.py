@@ -74,9 +74,11 @@ class Library:
 def compile_by_running(implementation: Implementation, prepared: Prepared, workload: Workload, device: Device) -> None:
     """Both directions once on random inputs, where they run: for libraries that compile at their first call."""
     inputs = make_inputs(workload, device)
-    prepared.forward(inputs)
-    if not implementation.reasons_unsupported(workload, device, "backward"):
-        prepared.backward(inputs, prepared.forward(inputs, save=True).saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a compiler's advice is for those who wrote the library
+        prepared.forward(inputs)
+        if not implementation.reasons_unsupported(workload, device, "backward"):
+            prepared.backward(inputs, prepared.forward(inputs, save=True).saved)
 
 
 def root_cause(error: BaseException) -> BaseException:
