@@ -432,7 +432,6 @@ def test_flex_builds_its_block_mask_in_prepare_and_compiles_once(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["B2,H4/2,L65,D32,bf16,causal,softcap=2.5", "B2,H2,L65,D32,fp32,lengths=65/9"])
-def test_flex_compiled_for_the_cpu_is_right(text):
-    result = checked(find("flex"), text, ("forward",))
+def test_flex_compiled_for_the_cpu_is_right():
+    result = checked(find("flex"), "B2,H4/2,L65,D32,bf16,causal,softcap=2.5", ("forward",))
     assert result.passed and result.grade == "tight", result.message
