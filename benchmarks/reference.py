@@ -47,7 +47,7 @@ WORDS = {
     "bias": "an additive bias of a dtype and a shape, which gets a gradient",
     "lengths": "how many keys of each batch entry are real",
     "packed": "sequences laid end to end; B, L and S follow",
-    "dropout": "a given dropout mask of this probability",
+    "dropout": "dropout of this probability, by a given mask or drawn by the implementation",
     "layout": "strides in memory: `bhld`, `blhd`, or `qkv` (three views of one packed buffer)",
 }
 
@@ -76,7 +76,10 @@ def implementations_page() -> Iterator[str]:
     yield "# Implementations\n\n" + WRITTEN_BY
     yield (
         "What each sheet claims; every claim is tested. What a sheet does not claim is refused with a reason, and "
-        "PyTorch or the card may refuse more: `attnscope list` says what runs on this machine."
+        "PyTorch, a library or the card may refuse more: `attnscope list` says what runs on this machine. A feature "
+        "that has no backward says `forward`; dropout that an implementation draws itself says `drawn`, `yes` follows "
+        "a given mask; `bias_gradient` is a gradient of the bias. Under `in torch.compile`, "
+        "`compiled` means that it compiles itself, `traceable` that `torch.compile(fullgraph=True)` may run through it."
     )
     for title, names in (("all", [n for n in known if n not in ladder]), ("ladder", [n for n in known if n in ladder])):
         chosen = [implementation.find(name) for name in names]
@@ -87,7 +90,10 @@ def implementations_page() -> Iterator[str]:
             yield feature_table(chosen)
 
 
-SHEET_COLUMNS = ("directions", "dtypes", "scores in", "devices", "layouts", "lse", "same result twice")
+SHEET_COLUMNS = (
+    "directions", "dtypes", "scores in", "head dims", "devices", "packages", "layouts", "lse", "same result twice",
+    "in torch.compile", "CUDA graph",
+)  # fmt: skip
 
 
 def sheet_row(name: str, sheet: Sheet) -> Sequence[str]:
@@ -102,15 +108,33 @@ def sheet_row(name: str, sheet: Sheet) -> Sequence[str]:
     least = f" from compute capability {'.'.join(map(str, sheet.min_capability))} on" if sheet.min_capability else ""
     return (
         f"`{name}`", ", ".join(sorted(sheet.directions, reverse=True)), ", ".join(sorted(sheet.dtypes)), scores,
-        ", ".join(sorted(sheet.devices)) + least, ", ".join(sorted(sheet.layouts)), yes(sheet.lse),
-        yes(sheet.deterministic),
+        sheet.head_dims(), ", ".join(sorted(sheet.devices)) + least, ", ".join(map(shown_package, sheet.packages)),
+        ", ".join(sorted(sheet.layouts)), yes(sheet.lse), yes(sheet.deterministic), sheet.torch_compile(),
+        yes(sheet.cuda_graph and "cuda" in sheet.devices),
     )  # fmt: skip
+
+
+def shown_package(requirement: str) -> str:
+    return f"`{requirement.partition(' as ')[0]}`"
+
+
+def feature_cell(sheet: Sheet, word: str) -> str:
+    """`yes`, `forward` where there is no backward with it, else empty."""
+    if word == "bias_gradient":
+        return yes("bias" in sheet.features - sheet.forward_only and "backward" in sheet.directions)
+    if word == "dropout" and sheet.draws_dropout:
+        return "drawn"
+    if word not in sheet.features:
+        return ""
+    return "forward" if word in sheet.forward_only else "yes"
 
 
 def feature_table(chosen: Sequence[Implementation]) -> str:
     """Implementations down, features across; a feature that none has is told below."""
     words = [word for word in FEATURES if any(word in one.sheet.features for one in chosen)]
-    body = [(f"`{one.name}`", *(yes(word in one.sheet.features) for word in words)) for one in chosen]
+    if "bias" in words:
+        words.insert(words.index("bias") + 1, "bias_gradient")
+    body = [(f"`{one.name}`", *(feature_cell(one.sheet, word) for word in words)) for one in chosen]
     missing = [FEATURE_SENTENCES[word] for word in FEATURES if word not in words]
     told = f"\n\nNone takes {', '.join(missing)}." if missing else ""
     return table(("implementation", *words), body) + told

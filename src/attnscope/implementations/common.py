@@ -5,12 +5,17 @@ Reads Workload and Inputs, writes Gradients. Must not import an implementation o
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
+from attnscope.device import Device
 from attnscope.implementation import Gradients
 from attnscope.inputs import Inputs, Tensor, unpack_qkv
 from attnscope.workload import Workload
@@ -81,11 +86,15 @@ def leaves_of(inputs: Inputs) -> dict[str, Tensor]:
     return {name: t.detach().requires_grad_() for name, t in differentiable(inputs).items() if t is not None}
 
 
-def autograd_backward(inputs: Inputs, saved: Saved) -> Gradients:
-    """Gradients of ``sum(out * grad_out)``; the graph is kept, so that it may be called again."""
+def autograd_backward(inputs: Inputs, saved: Saved, grad_out: Tensor | None = None) -> Gradients:
+    """Gradients of ``sum(out * grad_out)``; the graph is kept, so that it may be called again.
+
+    ``grad_out`` is that of ``inputs``, or a copy of it that a library can read.
+    """
     import torch
 
-    grads = torch.autograd.grad(saved.out, list(saved.leaves.values()), inputs.grad_out, retain_graph=True)
+    grad_out = inputs.grad_out if grad_out is None else grad_out
+    grads = torch.autograd.grad(saved.out, list(saved.leaves.values()), grad_out, retain_graph=True)
     return Gradients(**{f"d{name}": grad for name, grad in zip(saved.leaves, grads, strict=True)})
 
 
@@ -130,3 +139,19 @@ def _empty(w: Workload, heads: int, length: int, dim: int, dtype: Any, place: An
     if w.layout == "bhld":
         return torch.empty(w.B, heads, length, dim, dtype=dtype, device=place)
     return torch.empty(w.B, length, heads, dim, dtype=dtype, device=place).transpose(1, 2)
+
+
+def compiler_reasons(device: Device) -> list[str]:
+    """What torch.compile would miss here, found without compiling."""
+    found = []
+    if device.kind == "cuda":
+        if find_spec("triton") is None:
+            found.append("torch.compile needs Triton on a GPU, and package triton is not installed")
+        language, compilers = "C", [os.environ.get("CC", "cc"), "gcc", "clang"]
+    else:
+        language, compilers = "C++", [os.environ.get("CXX", "g++")]
+    if not any(map(shutil.which, compilers)):
+        found.append(f"torch.compile needs a {language} compiler, and there is no {' or '.join(compilers)} here")
+    elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        found.append("torch.compile needs Python's C headers, and Python.h is not installed")
+    return found
