@@ -128,7 +128,10 @@ def _last_step(both: dict[str, Best]) -> str | None:
 
 def _blocks(both: dict[str, Best]) -> str | None:
     told = [
-        f"{way}: " + ", ".join(f"`{rung}` {row.block_size}" for rung, row in both[way].items() if "_" not in rung)
+        f"{way}: "
+        + ", ".join(
+            f"`{rung}` {row.block_size}" for rung, row in both[way].items() if row.block_size and "_" not in rung
+        )
         for way in DIRECTIONS
         if both[way]
     ]

@@ -116,9 +116,10 @@ def draw(runs: Sequence[LadderRun], path: Path) -> None:
         order = list(dict.fromkeys([row.rung for row in run.rows]))
         times = [_ms(best[rung]) if rung in best else None for rung in order]
         bars = [(place, ms) for place, ms in enumerate(times) if ms is not None]
-        axis.bar([place for place, _ in bars], [ms for _, ms in bars], width=0.6, label=f"attnscope, {run.device}")
+        axis.bar([place for place, _ in bars], [ms for _, ms in bars], width=0.85, label=f"attnscope, {run.device}")
         for place, ms in bars:
-            axis.annotate(format_ms(ms), (place, ms), ha="center", va="bottom", fontsize=8)
+            inside = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom", "color": "white"}
+            axis.annotate(format_ms(ms), (place, 0.02), fontsize=7, **inside)
         for article, mark in zip(read_article(run.direction), "ox^sd", strict=False):
             points = [(order.index(rung), ms) for rung, ms in article.best_ms.items() if rung in order]
             label = f"{article.title[:40]}, {article.card}"
@@ -128,7 +129,7 @@ def draw(runs: Sequence[LadderRun], path: Path) -> None:
         axis.set_ylabel("ms a call")
         axis.set_title(f"{run.direction} · {run.workload}", fontsize=9)
         axis.legend(fontsize=7)
-        axis.margins(y=0.15)
+        axis.set_ylim(bottom=min(ms for _, ms in bars) / 4 if bars else None)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
