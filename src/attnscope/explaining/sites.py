@@ -112,7 +112,7 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
             if innermost not in memo:
                 memo[innermost] = _attention_op(work)
             top = memo[innermost]
-        if top is not None and top.name != FAST_PATH:
+        if top is not None:
             by_op.setdefault(id(top), []).append(work)
             tops[id(top)] = top
         else:
@@ -124,8 +124,9 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
 
 
 def _attention_op(work: Work) -> Op | None:
-    """The outermost op around it that is attention."""
-    return next((op for op in reversed(work.ops) if _names_attention(op.name)), None)
+    """The outermost op around it that is attention. MultiheadAttention's fast path holds its projections too, and runs
+    either an attention op within or products and a softmax, which are found as such."""
+    return next((op for op in reversed(work.ops) if _names_attention(op.name) and op.name != FAST_PATH), None)
 
 
 @functools.lru_cache(maxsize=4096)
