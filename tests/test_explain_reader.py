@@ -57,7 +57,7 @@ def test_pieces_make_the_same_trace_as_the_whole(
     whole = parse_trace(written(document, indent))
     data = written(document, indent)
     blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
-    monkeypatch.setattr("attnscope.trace.reader.slices", lambda _: iter(blocks))
+    monkeypatch.setattr("attnscope.trace.reader.Slices", lambda _: blocks)
     pieces = parse_trace(data)
     assert names(pieces) == names(whole) and pieces.problems == whole.problems == []
     assert [e.start_ns for e in pieces.device_events] == [e.start_ns for e in whole.device_events]

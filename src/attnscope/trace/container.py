@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -23,8 +23,10 @@ _KEYS = r'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|s|bp|tts|tdur)"\s*:'
 BOUNDARY = re.compile(rb"\}\s*,\s*(?=" + _KEYS.encode() + rb")")
 BOUNDARY_TEXT = re.compile(r"\}\s*,\s*(?=" + _KEYS + r")")
 START = re.compile(rb'"traceEvents"\s*:\s*')
+SURE_BOUNDARY_TEXT = re.compile(r'\}\s*,\s*(?=\{\s*"ph"\s*:)')
 SPACE = re.compile(r"[\s,]*")
-MOST_BYTES = 128 << 20  # of a head, a tail or one event
+CLOSING = ord("]")
+MOST_BYTES = 64 << 20  # of a head, a tail or one event
 DECODER = json.JSONDecoder(strict=False)
 ENVIRONMENT = b"LD_LIBRARY_PATH"  # what a dump of environment variables on a machine with a GPU holds
 
@@ -45,130 +47,163 @@ class RawEvent(msgspec.Struct, gc=False):
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 
 
-class Container:
-    """One document. After ``batches`` ran through, ``meta`` and ``problems`` are complete.
+class Outcome(msgspec.Struct):
+    """What reading a document, or a part of one, came to.
 
     Attributes:
         meta: the root's other keys and values.
-        problems: sentences on what was damaged.
-        damaged: events left out for that.
+        whole: events that were read.
+        damaged: events left out because they are no valid JSON.
+        first_damage: the byte of the document where the first of those begins.
+        ended: whether the end of the list of events was seen.
         environment: whether the file seems to carry a dump of environment variables.
+        around: sentences on damage around the events.
     """
 
-    def __init__(self, blocks: Iterable[bytes], where: str) -> None:
+    meta: dict[str, Any] = {}
+    whole: int = 0
+    damaged: int = 0
+    first_damage: int | None = None
+    ended: bool = False
+    environment: bool = False
+    around: list[str] = []
+
+    def add(self, later: Outcome) -> None:
+        """With what a later part came to."""
+        self.meta |= later.meta
+        self.whole += later.whole
+        self.damaged += later.damaged
+        if self.first_damage is None:
+            self.first_damage = later.first_damage
+        self.ended = later.ended
+        self.environment |= later.environment
+        self.around += later.around
+
+    def problems(self, lines: Callable[[int | None], int]) -> list[str]:
+        """Sentences on what was damaged; ``lines`` counts the line breaks before a byte, or before the end."""
+        said = list(self.around)
+        if not self.ended:
+            said.append(f"the file is cut off at line {lines(None) + 1}: {self.whole:,} whole events were read")
+        if self.damaged:
+            said.append(
+                f"{self.damaged} {'event is' if self.damaged == 1 else 'events are'} no valid JSON and left out, the "
+                f"first at line {lines(self.first_damage) + 1}"
+            )
+        return said
+
+
+class Container:
+    """One document, or with ``inside`` what follows that byte of one, where an event begins.
+
+    ``outcome`` is complete after ``batches`` ran through.
+    """
+
+    def __init__(self, blocks: Iterable[bytes], where: str, *, inside: int | None = None) -> None:
         self.where = where
-        self.meta: dict[str, Any] = {}
-        self.problems: list[str] = []
-        self.damaged = 0
-        self.whole = 0
-        self.environment = False
-        self._first_damage = 0
+        self.outcome = Outcome()
+        self._inside = inside
         self._blocks = iter(blocks)
-        self._line = 1
-        self._rest: bytes | None = None  # what follows the list of events, once its end was seen
+        self._offset = inside or 0  # in the document, of the first byte that is not decoded yet
 
     def batches(self) -> Iterator[list[RawEvent]]:
         """The whole events, in the order of the file. Raises TraceError where the document is no trace."""
-        buffer, is_object = self._open()
-        wanted = 1 << 22
+        rest, is_object = (b"", True) if self._inside is not None else self._open()
+        held, size, wanted = [rest], len(rest), 0
         for block in self._blocks:
-            buffer += block
-            if len(buffer) < wanted:
+            held.append(block)
+            size += len(block)
+            if size < wanted:
                 continue
-            cut = _last_boundary(buffer)
+            piece = bytearray(b"".join((b"[", *held)))
+            cut = _last_boundary(piece)
             if cut is None:
-                wanted = 2 * len(buffer)
+                held, wanted = [bytes(memoryview(piece)[1:])], 2 * size
                 if wanted > 2 * MOST_BYTES:
                     break
                 continue
-            wanted = 1 << 22
-            yield self._decode(buffer[: cut[0]])
-            if self._rest is not None:
-                self._rest += buffer[cut[0] :]
-                buffer = b""
+            events, after = self._decode(piece, *cut)
+            yield events
+            held, size = [self._remaining(piece, after)], len(piece) - after
+            wanted = 0 if after == cut[1] else 2 * size
+            if self.outcome.ended:
                 break
-            self._line += buffer.count(b"\n", cut[0], cut[1])
-            buffer = buffer[cut[1] :]
-        yield from self._finish(buffer, is_object)
+        yield from self._finish(b"".join(held), is_object)
 
-    def _finish(self, buffer: bytes, is_object: bool) -> Iterator[list[RawEvent]]:
-        if self._rest is None:
-            cut = _last_boundary(buffer)
+    def _finish(self, rest: bytes, is_object: bool) -> Iterator[list[RawEvent]]:
+        """What no other event follows, and what stands behind the events."""
+        if not self.outcome.ended:
+            piece = bytearray(b"[" + rest)
+            cut = _last_boundary(piece)
             if cut is not None:
-                yield self._decode(buffer[: cut[0]])
-                if self._rest is not None:
-                    self._rest += buffer[cut[0] :]
-                else:
-                    self._line += buffer.count(b"\n", cut[0], cut[1])
-                    buffer = buffer[cut[1] :]
-        line = self._line + buffer.count(b"\n")
-        if self._rest is None:
-            yield self._carefully(buffer)
-        if self._rest is not None:
-            self._read_tail(is_object)
-        elif self.whole or self.damaged:
-            self.problems.append(f"the file is cut off at line {line}: {self.whole:,} whole events were read")
-        else:
-            raise TraceError(
-                f"{self.where} is no Chrome trace that can be read: it ends before its first whole event\n"
-                "hint: copy or record it again"
-            )
-        if self.damaged:
-            self.problems.append(
-                f"{self.damaged} {'event is' if self.damaged == 1 else 'events are'} no valid JSON and left out, the "
-                f"first at line {self._first_damage}"
-            )
+                events, after = self._decode(piece, *cut)
+                yield events
+                rest = self._remaining(piece, after)
+        if not self.outcome.ended:
+            events, after = self._carefully(b"[" + rest, last=True)
+            yield events
+            rest = self._remaining(b"[" + rest, after)
+        if self.outcome.ended:
+            self._read_tail(rest, is_object)
 
-    # --- the pieces ---------------------------------------------------------------------------------------------------
+    # --- the pieces, each behind an opening bracket ------------------------------------------------------------------
 
-    def _decode(self, piece: bytes) -> list[RawEvent]:
-        """The events of a piece that ends before the comma behind an event."""
+    def _remaining(self, piece: bytes | bytearray, after: int) -> bytes:
+        self._offset += after - 1
+        return bytes(memoryview(piece)[after:])
+
+    def _decode(self, piece: bytearray, end: int, following: int) -> tuple[list[RawEvent], int]:
+        """The events before ``end``, where a comma is in reach and another event follows; and where to go on."""
         self._look_for_environment(piece)
+        behind, piece[end] = piece[end], CLOSING
         try:
-            events = _EVENTS.decode(b"[" + piece + b"]")
+            events = _EVENTS.decode(memoryview(piece)[: end + 1])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return self._carefully(piece)
-        self.whole += len(events)
-        self._line += piece.count(b"\n")
-        return events
+            piece[end] = behind
+            events, after = self._carefully(bytes(memoryview(piece)[:end]), last=False)
+            return events, following if after == end else after
+        self.outcome.whole += len(events)
+        return events, following
 
-    def _carefully(self, piece: bytes) -> list[RawEvent]:
-        """Event by event; stops where the list ends, and then keeps what follows it."""
-        text = piece.decode("utf-8", "replace")
+    def _carefully(self, piece: bytes, *, last: bool) -> tuple[list[RawEvent], int]:
+        """Event by event, and where that came to: the end, behind the list, or an event that the piece cuts."""
+        text = piece.decode("utf-8", "surrogateescape")
         events: list[RawEvent] = []
-        position, counted = 0, 0
+        at, damaged = 1, self.outcome.damaged
         while True:
-            position = SPACE.match(text, position).end()  # type: ignore[union-attr]  # it matches the empty text
-            if position == len(text):
+            at = SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
+            if at == len(text):
                 break
-            if text[position] == "]":
-                self._rest = text[position + 1 :].encode()
-                break
-            try:
-                found, position = DECODER.raw_decode(text, position)
-            except (ValueError, RecursionError):
-                found = None
-                boundary = BOUNDARY_TEXT.search(text, position)
-                end = boundary.end() if boundary else len(text)
-                if not boundary and self.whole + len(events) and '"ph"' not in text[position:]:
+            if text[at] == "]":
+                more = SURE_BOUNDARY_TEXT.search(text, at) if self.outcome.damaged > damaged else None
+                if more is None:
+                    self.outcome.ended = True
+                    at += 1
                     break
-                if boundary:
-                    self.damaged += 1
-                    self._first_damage = self._first_damage or self._line + text.count("\n", 0, position)
-                position = end
+                at = more.end()  # it was a list inside the damaged event
+                continue
+            begin = at
+            try:
+                found, at = DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                found = None
+                if not last and _is_cut(error, text):
+                    break
+                boundary = BOUNDARY_TEXT.search(text, at)
+                if boundary is None and last:
+                    break  # what a cut file ends with
+                at = boundary.end() if boundary else len(text)
             if isinstance(found, dict):
                 events.append(_event_of(found))
-            elif found is not None:
-                self.damaged += 1
-                self._first_damage = self._first_damage or self._line + text.count("\n", 0, position)
-        counted = text.count("\n", 0, position)
-        self._line += counted
-        self.whole += len(events)
-        return events
+                continue
+            self.outcome.damaged += 1
+            if self.outcome.first_damage is None:
+                self.outcome.first_damage = self._offset + _bytes_until(text, begin) - 1
+        self.outcome.whole += len(events)
+        return events, _bytes_until(text, at)
 
-    def _look_for_environment(self, piece: bytes) -> None:
-        if not self.environment and ENVIRONMENT in piece:
-            self.environment = True
+    def _look_for_environment(self, piece: bytes | bytearray) -> None:
+        if not self.outcome.environment and ENVIRONMENT in piece:
+            self.outcome.environment = True
 
     # --- head and tail ------------------------------------------------------------------------------------------------
 
@@ -186,6 +221,7 @@ class Container:
                         f"{self.where} is no Chrome trace: its list must hold events, which are JSON objects, and "
                         "begins with something else\nhint: torch.profiler's export_chrome_trace writes one"
                     )
+                self._offset = opened
                 return buffer[opened:], False
             if start and start != b"{":
                 self._refuse(buffer)
@@ -209,12 +245,11 @@ class Container:
                 f"{self.where} is no Chrome trace: its traceEvents must be a list\n"
                 "hint: torch.profiler's export_chrome_trace writes one"
             )
-        self._line += buffer.count(b"\n", 0, match.end())
+        self._offset = match.end() + 1
         self._add_meta(buffer[: match.start()] + b'"traceEvents": null}')
         return buffer[match.end() + 1 :], True
 
-    def _read_tail(self, is_object: bool) -> None:
-        rest = self._rest or b""
+    def _read_tail(self, rest: bytes, is_object: bool) -> None:
         for block in self._blocks:
             rest += block
             if len(rest) > MOST_BYTES:
@@ -223,22 +258,23 @@ class Container:
         if is_object and rest not in (b"", b"}"):
             self._add_meta(b"{" + rest)
         elif is_object and not rest:
-            self.problems.append("the file is cut off behind its events")
+            self.outcome.around.append("the file is cut off behind its events")
 
     def _add_meta(self, raw: bytes) -> None:
         self._look_for_environment(raw)
+        around = self.outcome.around
         try:
             found, _ = DECODER.raw_decode(raw.decode("utf-8", "replace").lstrip("\ufeff \r\n\t"))
         except (ValueError, RecursionError):
-            self.problems.append("what stands around the events is damaged, so the card may be missing")
+            around.append("what stands around the events is damaged, so the card may be missing")
             return
         try:
-            self.meta |= {key: _finite(value) for key, value in found.items() if key != "traceEvents"}
+            self.outcome.meta |= {key: _finite(value) for key, value in found.items() if key != "traceEvents"}
         except RecursionError:
-            self.problems.append("what stands around the events is nested too deep, so the card may be missing")
+            around.append("what stands around the events is nested too deep, so the card may be missing")
             return
-        if _holds_environment(self.meta):
-            self.environment = True
+        if _holds_environment(self.outcome.meta):
+            self.outcome.environment = True
 
     def _refuse(self, buffer: bytes) -> None:
         kind = kind_of(buffer) or _json_kind(buffer)
@@ -258,9 +294,9 @@ class Container:
         )
 
 
-def _last_boundary(buffer: bytes) -> tuple[int, int] | None:
+def _last_boundary(buffer: bytes | bytearray) -> tuple[int, int] | None:
     """Behind the last event that another follows, and where that one begins."""
-    window = 1 << 16
+    window = 1 << 12
     while True:
         start = max(len(buffer) - window, 0)
         last = None
@@ -271,6 +307,17 @@ def _last_boundary(buffer: bytes) -> tuple[int, int] | None:
         if start == 0:
             return None
         window *= 8
+
+
+def _is_cut(error: Exception, text: str) -> bool:
+    """Whether decoding failed because the text ends too early."""
+    return isinstance(error, json.JSONDecodeError) and (
+        error.pos >= len(text) or error.msg.startswith("Unterminated string")
+    )
+
+
+def _bytes_until(text: str, at: int) -> int:
+    return len(text[:at].encode("utf-8", "surrogateescape"))
 
 
 def _event_of(found: dict[str, Any]) -> RawEvent:
