@@ -136,3 +136,19 @@ def kind_of(start: bytes) -> str | None:
     if start[:1] == b"\x0a" and b"{" not in start[:4] and b"[" not in start[:4]:
         return "a Perfetto trace (.pftrace); export_chrome_trace writes the JSON that is read here"
     return next((kind for magic, kind in KINDS if start.startswith(magic)), None)
+
+
+def json_kind(buffer: bytes) -> str | None:
+    """What a JSON document without trace events is, by the keys of other tools."""
+    head = buffer[: 1 << 20]
+    if b"speedscope" in head or (b'"profiles"' in head and b'"frames"' in head):
+        return "a speedscope profile"
+    if b"chakra" in head or (b'"nodes"' in head and b'"schema"' in head):
+        return "a PyTorch execution trace, which holds no times"
+    if b'"nbformat"' in head:
+        return "a Jupyter notebook"
+    if b'"schema_version"' in head and b'"implementation"' in head:
+        return "a record of attnscope; explain reads the trace that stands beside it"
+    if b'"segments"' in head and b'"device_traces"' in head:
+        return "a memory snapshot"
+    return None

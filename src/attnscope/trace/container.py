@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from attnscope.errors import TraceError
-from attnscope.trace.blocks import kind_of
+from attnscope.trace.blocks import json_kind, kind_of
 
 _KEYS = r'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|s|bp|tts|tdur)"\s*:'
 BOUNDARY = re.compile(rb"\}\s*,\s*(?=" + _KEYS.encode() + rb")")
@@ -28,6 +28,7 @@ SPACE = re.compile(r"[\s,]*")
 CLOSING = ord("]")
 MOST_BYTES = 64 << 20  # of a head, a tail or one event
 DECODER = json.JSONDecoder(strict=False)
+MOST_BRACKETS = 200  # of a damaged last event that are tried as the end of the list
 ENVIRONMENT = b"LD_LIBRARY_PATH"  # what a dump of environment variables on a machine with a GPU holds
 
 
@@ -103,6 +104,7 @@ class Container:
         self.outcome = Outcome()
         self._inside = inside
         self._blocks = iter(blocks)
+        self._lost = False  # since a damage: what follows may be objects inside the damaged event
         self._offset = inside or 0  # in the document, of the first byte that is not decoded yet
 
     def batches(self) -> Iterator[list[RawEvent]]:
@@ -168,19 +170,20 @@ class Container:
         """Event by event, and where that came to: the end, behind the list, or an event that the piece cuts."""
         text = piece.decode("utf-8", "surrogateescape")
         events: list[RawEvent] = []
-        at, damaged = 1, self.outcome.damaged
+        at = 1
         while True:
             at = SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
             if at == len(text):
                 break
             if text[at] == "]":
-                more = SURE_BOUNDARY_TEXT.search(text, at) if self.outcome.damaged > damaged else None
-                if more is None:
-                    self.outcome.ended = True
-                    at += 1
-                    break
-                at = more.end()  # it was a list inside the damaged event
-                continue
+                more = SURE_BOUNDARY_TEXT.search(text, at) if self._lost else None
+                if more is not None:
+                    at = more.end()  # it was a list inside the damaged event
+                    continue
+                end = _end_of_list(text, at) if last and self._lost else None
+                at = (at if end is None else end) + 1
+                self.outcome.ended = True
+                break
             begin = at
             try:
                 found, at = DECODER.raw_decode(text, at)
@@ -189,12 +192,22 @@ class Container:
                 if not last and _is_cut(error, text):
                     break
                 boundary = BOUNDARY_TEXT.search(text, at)
-                if boundary is None and last:
-                    break  # what a cut file ends with
-                at = boundary.end() if boundary else len(text)
+                if boundary is not None:
+                    at = boundary.end()
+                elif last:
+                    end = None if _is_cut(error, text) else _end_of_list(text, at)
+                    if end is None:
+                        break  # what a cut file ends with
+                    at = end
+                else:
+                    at = len(text)
             if isinstance(found, dict):
-                events.append(_event_of(found))
+                if "ph" in found:
+                    self._lost = False
+                if not self._lost:
+                    events.append(_event_of(found))
                 continue
+            self._lost = True
             self.outcome.damaged += 1
             if self.outcome.first_damage is None:
                 self.outcome.first_damage = self._offset + _bytes_until(text, begin) - 1
@@ -277,7 +290,7 @@ class Container:
             self.outcome.environment = True
 
     def _refuse(self, buffer: bytes) -> None:
-        kind = kind_of(buffer) or _json_kind(buffer)
+        kind = kind_of(buffer) or json_kind(buffer)
         if kind:
             raise TraceError(
                 f"{self.where} must be a Chrome trace with a list traceEvents, and is {kind}\n"
@@ -314,6 +327,25 @@ def _is_cut(error: Exception, text: str) -> bool:
     return isinstance(error, json.JSONDecodeError) and (
         error.pos >= len(text) or error.msg.startswith("Unterminated string")
     )
+
+
+def _end_of_list(text: str, at: int) -> int | None:
+    """The first bracket that may close the list of events: what follows it closes the document."""
+    for _ in range(MOST_BRACKETS):
+        at = text.find("]", at)
+        if at < 0:
+            return None
+        rest = text[at + 1 :].strip()
+        if not rest:
+            return at
+        around = "{" + rest.removeprefix(",").lstrip()
+        try:
+            if DECODER.raw_decode(around)[1] == len(around):
+                return at
+        except (ValueError, RecursionError):
+            pass
+        at += 1
+    return None
 
 
 def _bytes_until(text: str, at: int) -> int:
@@ -359,22 +391,6 @@ def _holds_environment(meta: dict[str, Any]) -> bool:
         (isinstance(value, dict) and len(names & value.keys()) >= 2) or "environ" in key.lower()
         for key, value in meta.items()
     )
-
-
-def _json_kind(buffer: bytes) -> str | None:
-    """What a JSON document without trace events is, by the keys of other tools."""
-    head = buffer[: 1 << 20]
-    if b"speedscope" in head or (b'"profiles"' in head and b'"frames"' in head):
-        return "a speedscope profile"
-    if b"chakra" in head or (b'"nodes"' in head and b'"schema"' in head):
-        return "a PyTorch execution trace, which holds no times"
-    if b'"nbformat"' in head:
-        return "a Jupyter notebook"
-    if b'"schema_version"' in head and b'"implementation"' in head:
-        return "a record of attnscope; explain reads the trace that stands beside it"
-    if b'"segments"' in head and b'"device_traces"' in head:
-        return "a memory snapshot"
-    return None
 
 
 def _parses(buffer: bytes) -> bool:
