@@ -261,6 +261,30 @@ def test_meta_of_a_root_is_kept_by_name_and_an_environment_is_not_echoed() -> No
 
 
 @pytest.mark.parametrize(
+    "root",
+    [
+        {"host": {"deeper": {"env": {"PATH": "/bin", "HOME": "/root", "TOKEN": "hf_verysecret"}}}},
+        {"env": ["PATH=/bin", "HOME=/root", "TOKEN=hf_verysecret"]},
+        {"os.environ": {"TOKEN": "hf_verysecret"}},
+    ],
+)
+def test_an_environment_is_found_wherever_the_root_holds_it(root: dict[str, Any]) -> None:
+    for trace in (parse_events(op(), **root), parse_trace(json.dumps({**root, "traceEvents": [op()]}).encode())):
+        assert trace.has_environment
+        assert "hf_verysecret" not in json.dumps(explanation_json(trace)) + repr(trace.meta)
+
+
+def test_an_environment_in_an_event_is_found() -> None:
+    dump = {"ph": "M", "name": "environment", "pid": 0, "args": {"SHELL": "sh", "HOME": "/root", "TOKEN": "secret"}}
+    assert parse_events(op(), dump, op()).has_environment
+    assert not parse_events(op("HOME"), {"ph": "M", "name": "process_name", "args": {"name": "PATH"}}).has_environment
+
+
+def explanation_json(trace: Trace) -> Any:
+    return json.loads(explanations_json([explain_trace(trace)]))
+
+
+@pytest.mark.parametrize(
     ("data", "says"),
     [
         (b"\x0a\x9f\x01\x08\x01", "Perfetto trace"),

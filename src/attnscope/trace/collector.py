@@ -11,14 +11,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from attnscope.trace.container import RawEvent
+from attnscope.trace.container import Container, RawEvent
 from attnscope.trace.events import DeviceEvent, Op, RuntimeCall, Trace, decode_args
+from attnscope.trace.linking import Flows
 
 MODULE = "nn.Module: "
 MOST_NAME = 4096
 MOST_SIZE = 1 << 32  # of a grid or block
 MOST_US = 1e17  # of a time or duration: three thousand years
 MOST_SHARED = 100_000  # kinds of inputs that are kept apart
+FLOW_CATEGORIES = ("ac2g", "async", "async_gpu", "async_cpu_to_gpu")
 UNSEEN = ""  # a category that was not looked up yet
 
 # Category, in lower case, of every age and vendor -> what such an event is.
@@ -131,6 +133,24 @@ class Collector:
                 name = names[written] = str(written)[:MOST_NAME]
             keep(kind, name, start, round(dur * 1000), thread, event.args)
 
+    def flows(self, blocks: Iterable[bytes]) -> Flows:
+        """The arrows between calls and device events, read in a second run; places count as the trace's do."""
+        flows, base = Flows(), self.base_us or 0
+        for batch in Container(blocks, "").batches():
+            for event in batch:
+                number, ts = event.id, _number(event.ts)
+                if event.cat not in FLOW_CATEGORIES or number.__class__ is not int or ts is None:
+                    continue
+                if not -MOST_US < ts < MOST_US:
+                    continue
+                thread = (str(event.pid), str(event.tid).lstrip("-"))
+                place = (thread, round((ts - base) * 1000) + self.shift_ns)
+                if event.ph == "s":
+                    flows.begins.setdefault(number, place)
+                elif event.ph == "f":
+                    flows.ends.setdefault(place, number)
+        return flows
+
     def _keep(
         self, kind: str, name: str, start: int, duration: int, thread: tuple[str, str], args: msgspec.Raw
     ) -> None:
@@ -170,12 +190,16 @@ class Collector:
             self.op_args[key] = found
         return found
 
+    @property
+    def shift_ns(self) -> int:
+        """By how much later everything starts in the finished trace, so that nothing starts before zero."""
+        return -(self.earliest_ns // 1000) * 1000 if self.earliest_ns < 0 else 0
+
     def finish(self) -> Trace:
         """The trace, counted from its earliest event, and what was left out of it."""
         if self.earliest_ns < 0:
-            shift = -(self.earliest_ns // 1000) * 1000
             for event in self.trace.events():
-                event.start_ns += shift
+                event.start_ns += self.shift_ns
         if self.unplaced:
             self.trace.problems.append(f"{self.unplaced} events without a usable time or duration are left out")
         return self.trace

@@ -29,7 +29,10 @@ CLOSING = ord("]")
 MOST_BYTES = 64 << 20  # of a head, a tail or one event
 DECODER = json.JSONDecoder(strict=False)
 MOST_BRACKETS = 200  # of a damaged last event that are tried as the end of the list
-ENVIRONMENT = b"LD_LIBRARY_PATH"  # what a dump of environment variables on a machine with a GPU holds
+ENVIRONMENT = (b"LD_LIBRARY_PATH", b'"HOME"')  # what a dump of environment variables holds
+DUMPED = re.compile(rb'LD_LIBRARY_PATH|"HOME"\s*:')
+VARIABLE = re.compile(rb"\b(PATH|HOME|PWD|USER|SHELL|LD_LIBRARY_PATH|PYTHONPATH|HOSTNAME)(?:\"\s*:|=)")
+ENVIRONMENT_KEY = re.compile(rb'"[^"]{0,40}environ[^"]{0,40}"\s*:\s*[{\[]', re.IGNORECASE)
 
 
 class RawEvent(msgspec.Struct, gc=False):
@@ -42,6 +45,7 @@ class RawEvent(msgspec.Struct, gc=False):
     tid: int | float | str | None = None
     ts: int | float | str | None = None
     dur: int | float | str | None = None
+    id: int | float | str | None = None
     args: msgspec.Raw = msgspec.Raw(b"{}")
 
 
@@ -215,8 +219,8 @@ class Container:
         return events, _bytes_until(text, at)
 
     def _look_for_environment(self, piece: bytes | bytearray) -> None:
-        if not self.outcome.environment and ENVIRONMENT in piece:
-            self.outcome.environment = True
+        if not self.outcome.environment and any(name in piece for name in ENVIRONMENT):
+            self.outcome.environment = DUMPED.search(piece) is not None
 
     # --- head and tail ------------------------------------------------------------------------------------------------
 
@@ -275,6 +279,8 @@ class Container:
 
     def _add_meta(self, raw: bytes) -> None:
         self._look_for_environment(raw)
+        if len(set(VARIABLE.findall(raw))) >= 2 or ENVIRONMENT_KEY.search(raw):
+            self.outcome.environment = True
         around = self.outcome.around
         try:
             found, _ = DECODER.raw_decode(raw.decode("utf-8", "replace").lstrip("\ufeff \r\n\t"))
@@ -286,8 +292,6 @@ class Container:
         except RecursionError:
             around.append("what stands around the events is nested too deep, so the card may be missing")
             return
-        if _holds_environment(self.outcome.meta):
-            self.outcome.environment = True
 
     def _refuse(self, buffer: bytes) -> None:
         kind = kind_of(buffer) or json_kind(buffer)
@@ -356,7 +360,7 @@ def _event_of(found: dict[str, Any]) -> RawEvent:
     """An event whose values may be of any kind."""
     plain = {
         key: _text(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
-        for key, value in ((key, found.get(key)) for key in ("name", "pid", "tid", "ts", "dur"))
+        for key, value in ((key, found.get(key)) for key in ("name", "pid", "tid", "ts", "dur", "id"))
     }
     args = found.get("args")
     try:
@@ -383,14 +387,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _holds_environment(meta: dict[str, Any]) -> bool:
-    names = {"PATH", "HOME", "PWD", "USER", "SHELL", "LD_LIBRARY_PATH", "PYTHONPATH", "HOSTNAME"}
-    return any(
-        (isinstance(value, dict) and len(names & value.keys()) >= 2) or "environ" in key.lower()
-        for key, value in meta.items()
-    )
 
 
 def _parses(buffer: bytes) -> bool:

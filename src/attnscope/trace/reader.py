@@ -22,7 +22,7 @@ from attnscope.trace.collector import Collector
 from attnscope.trace.container import Container, Outcome
 from attnscope.trace.events import DeviceProperties, Trace
 from attnscope.trace.halves import read_in_halves
-from attnscope.trace.linking import START, link, nest
+from attnscope.trace.linking import START, link, link_by_flows, needs_flows, nest, say_unlinked
 
 FEWEST_THREADS = 1024  # that a multiprocessor of any card holds
 # What the root of a trace says about versions; of the rest nothing is kept.
@@ -106,6 +106,9 @@ def _assemble(collector: Collector, outcome: Outcome, blocks: Iterable[bytes], w
         _sort(scopes)
     nest(scopes, trace.runtime_calls)
     link(trace)
+    if needs_flows(trace):
+        link_by_flows(trace, collector.flows(blocks))
+    say_unlinked(trace)
     return trace
 
 
