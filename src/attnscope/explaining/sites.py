@@ -123,7 +123,10 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
 
 def _attention_op(work: Work) -> Op | None:
     """The outermost op around it that is attention."""
-    return next((op for op in reversed(work.ops) if _names_attention(op.name)), None)
+    for op in reversed(work.ops):
+        if _names_attention(op.name):
+            return op
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
