@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import trace_builder as tb
@@ -243,10 +244,34 @@ def test_odd_types_of_values() -> None:
         {"ph": "X", "cat": "kernel", "name": "k", "ts": 9, "dur": 1, "pid": 0, "tid": 7,
          "args": {"grid": [1, "x", 2], "correlation": "5", "shared memory": None, "stream": 7.5}},
     )  # fmt: skip
-    assert names(trace) == ["7", "None", "a", "b", "c"]
+    assert names(trace) == ["7", "unnamed", "a", "b", "c"]
     assert trace.ops[2].thread == ("Spans", "4") and trace.ops[4].shapes is None and trace.ops[4].dtypes == []
     assert trace.device_events[0].grid is None and trace.device_events[0].correlation is None
     assert explain_trace(trace).window.kernels == 1
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 2**63, 2**70, -1], ids=["huge", "low", "2**63", "2**70", "-1"])
+@pytest.mark.parametrize("key", ["est. achieved occupancy %", "correlation", "stream", "device", "bytes", "graph id"])
+def test_whole_numbers_of_any_size(key: str, value: int) -> None:
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "pid": 0, "tid": 7, "args": {key: value}}
+    trace = parse_events(kernel, op())
+    assert len(trace.device_events) == 1
+    assert explain_trace(trace).window.kernels == 1
+    assert msgspec.msgpack.encode(trace.device_events)  # as the second process sends them
+
+
+def test_broken_text_in_args_costs_itself_only() -> None:
+    """Bytes that are no UTF-8 and control characters, in an event of a piece that is otherwise whole."""
+    data = written({"traceEvents": [
+        op(args={"Input Dims": [[2, 3]], "Input type": ["BAD"]}),
+        {"ph": "X", "cat": "memcpy", "name": "Memcpy", "ts": 9, "dur": 1,
+         "args": {"src kind": "BAD", "dst kind": "Device", "correlation": 5}},
+    ]})  # fmt: skip
+    for bad in (b"\xff", b"\x01", b"\\ud800"):
+        trace = parse_trace(data.replace(b"BAD", bad))
+        assert trace.ops[0].shapes == [[2, 3]] and len(trace.ops[0].dtypes) == 1
+        assert trace.device_events[0].correlation == 5
+        assert render_explanation(explain_trace(trace)).encode()
 
 
 def test_meta_of_a_root_is_kept_by_name_and_an_environment_is_not_echoed() -> None:

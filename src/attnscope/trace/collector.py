@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
@@ -18,9 +19,12 @@ from attnscope.trace.linking import Flows
 MODULE = "nn.Module: "
 MOST_NAME = 4096
 MOST_SIZE = 1 << 32  # of a grid or block
-MOST_US = 1e17  # of a time or duration: three thousand years
+MOST_US = 4e15  # of a time or duration: a hundred years, so that nanoseconds fit 64 bits
+MOST_WHOLE = 1 << 63
+MOST_PERCENT = 1e9
 MOST_SHARED = 100_000  # kinds of inputs that are kept apart
 FLOW_CATEGORIES = ("ac2g", "async", "async_gpu", "async_cpu_to_gpu")
+UNNAMED = "unnamed"
 UNSEEN = ""  # a category that was not looked up yet
 
 # Category, in lower case, of every age and vendor -> what such an event is.
@@ -44,25 +48,27 @@ CATEGORIES = {
     "mtia_runtime": "runtime",
     "python_function": "python",
 }
+Whole = Annotated[int, msgspec.Meta(ge=-MOST_WHOLE, le=MOST_WHOLE - 1)]
+Percent = Annotated[float, msgspec.Meta(ge=0, lt=MOST_PERCENT)]
 
 
 class _CallArgs(msgspec.Struct, gc=False):
-    correlation: int | None = None
+    correlation: Whole | None = None
 
 
 class _DeviceArgs(msgspec.Struct, gc=False):
     """As writers mean them; args that are otherwise are read key by key."""
 
-    correlation: int | None = None
-    device: int | None = None
-    stream: int | None = None
+    correlation: Whole | None = None
+    device: Whole | None = None
+    stream: Whole | None = None
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
-    registers: int | None = msgspec.field(default=None, name="registers per thread")
-    shared: int | None = msgspec.field(default=None, name="shared memory")
-    occupancy: float | None = msgspec.field(default=None, name="est. achieved occupancy %")
-    bytes: int | None = None
-    graph_id: int | None = msgspec.field(default=None, name="graph id")
+    registers: Whole | None = msgspec.field(default=None, name="registers per thread")
+    shared: Whole | None = msgspec.field(default=None, name="shared memory")
+    occupancy: Percent | None = msgspec.field(default=None, name="est. achieved occupancy %")
+    bytes: Whole | None = None
+    graph_id: Whole | None = msgspec.field(default=None, name="graph id")
     src_kind: str | None = msgspec.field(default=None, name="src kind")
     dst_kind: str | None = msgspec.field(default=None, name="dst kind")
 
@@ -130,7 +136,7 @@ class Collector:
                 thread = threads[lane] = (str(event.pid), str(event.tid).lstrip("-"))
             name = names.get(written)
             if name is None:
-                name = names[written] = str(written)[:MOST_NAME]
+                name = names[written] = UNNAMED if written is None else str(written)[:MOST_NAME]
             keep(kind, name, start, round(dur * 1000), thread, event.args)
 
     def flows(self, blocks: Iterable[bytes]) -> Flows:
@@ -217,7 +223,8 @@ def _number(value: int | float | str | None) -> int | float | None:
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    usable = isinstance(value, int) and not isinstance(value, bool) and -MOST_WHOLE <= value < MOST_WHOLE
+    return value if usable else None  # type: ignore[return-value]
 
 
 def _call_correlation(raw: msgspec.Raw) -> int | None:
@@ -289,4 +296,5 @@ def _sizes(value: object) -> tuple[int, int, int] | None:
 
 
 def _percent(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_PERCENT
+    return float(value) if usable else None  # type: ignore[arg-type]

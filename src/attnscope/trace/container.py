@@ -40,7 +40,7 @@ class RawEvent(msgspec.Struct, gc=False):
 
     ph: str | None = ""
     cat: str | None = ""
-    name: str | int | float | None = ""
+    name: str | int | float | None = None
     pid: int | float | str | None = None
     tid: int | float | str | None = None
     ts: int | float | str | None = None
@@ -288,7 +288,7 @@ class Container:
             around.append("what stands around the events is damaged, so the card may be missing")
             return
         try:
-            self.outcome.meta |= {key: _finite(value) for key, value in found.items() if key != "traceEvents"}
+            self.outcome.meta |= finite({key: value for key, value in found.items() if key != "traceEvents"})
         except RecursionError:
             around.append("what stands around the events is nested too deep, so the card may be missing")
             return
@@ -364,12 +364,15 @@ def _event_of(found: dict[str, Any]) -> RawEvent:
     }
     args = found.get("args")
     try:
-        raw = msgspec.json.encode(_finite(args)) if isinstance(args, dict) else b"{}"
-    except (RecursionError, ValueError, OverflowError):  # unpaired surrogates, integers beyond 64 bit
+        raw = msgspec.json.encode(finite(args)) if isinstance(args, dict) else b"{}"
+    except RecursionError:
         raw = b"{}"
     ph, cat = found.get("ph"), found.get("cat")
     return RawEvent(
-        ph=ph if isinstance(ph, str) else "", cat=cat if isinstance(cat, str) else "", args=msgspec.Raw(raw), **plain
+        ph=ph if isinstance(ph, str) else "",
+        cat=_text(cat) if isinstance(cat, str) else "",
+        args=msgspec.Raw(raw),
+        **plain,
     )
 
 
@@ -378,14 +381,16 @@ def _text(value: str) -> str:
     return value.encode("utf-8", "replace").decode()
 
 
-def _finite(value: Any) -> Any:
-    """The same without NaN, infinities and broken text, which are no JSON."""
+def finite(value: Any) -> Any:
+    """The same without NaN, infinities and broken text, which are no JSON, and without whole numbers beyond 64 bits."""
     if isinstance(value, dict):
-        return {_text(str(key)): _finite(one) for key, one in value.items()}
+        return {_text(str(key)): finite(one) for key, one in value.items()}
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
+    if isinstance(value, int):
+        return value if -(1 << 63) <= value < 1 << 63 else None
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,6 +8,7 @@ carry a wrong one (kineto#1001). Imports neither torch nor an implementation.
 from __future__ import annotations
 
 import functools
+import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from itertools import chain
 from typing import Any
 
 import msgspec
+
+from attnscope.trace.container import finite
 
 OUR_LABEL = "attnscope/"
 STEP_NAME = "ProfilerStep#"
@@ -256,11 +259,14 @@ def launches(name: str) -> bool:
 
 
 def decode_args(raw: bytes) -> dict[str, Any]:
-    """An event's args as a dict; empty where they are missing or no object."""
+    """An event's args as a dict, broken text mended; empty where they are missing or no object."""
     try:
         found = msgspec.json.decode(raw) if raw else {}
     except (msgspec.DecodeError, RecursionError):
-        return {}
+        try:
+            found = finite(json.loads(raw.decode("utf-8", "replace"), strict=False))
+        except (ValueError, RecursionError):
+            return {}
     return found if isinstance(found, dict) else {}
 
 
