@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from attnscope.trace.container import Container, RawEvent
+from attnscope.trace.container import Container, RawEvent, holds_environment
 from attnscope.trace.events import DeviceEvent, Op, RuntimeCall, Trace, decode_args
 from attnscope.trace.linking import Flows
 
@@ -90,6 +90,7 @@ class Collector:
         self.base_us: int | None = None
         self.earliest_ns = 0
         self.unplaced = 0
+        self.environment = False  # whether an event that describes the process carries environment variables
         self.threads: dict[tuple[object, object], tuple[str, str]] = {}
         self.names: dict[object, str] = {}
         self.kinds: dict[str, str | None] = {}
@@ -108,7 +109,11 @@ class Collector:
         for event in events:
             cat = event.cat
             kind = kinds.get(cat, UNSEEN)  # type: ignore[arg-type]  # nothing is kept under None
-            if kind is None or event.ph != "X":
+            if kind is None:
+                continue
+            if event.ph != "X":
+                if event.ph == "M" and not self.environment:
+                    self.environment = holds_environment(bytes(event.args))
                 continue
             if kind is UNSEEN:
                 if not cat:

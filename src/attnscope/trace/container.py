@@ -29,8 +29,7 @@ CLOSING = ord("]")
 MOST_BYTES = 64 << 20  # of a head, a tail or one event
 DECODER = json.JSONDecoder(strict=False)
 MOST_BRACKETS = 200  # of a damaged last event that are tried as the end of the list
-ENVIRONMENT = (b"LD_LIBRARY_PATH", b'"HOME"')  # what a dump of environment variables holds
-DUMPED = re.compile(rb'LD_LIBRARY_PATH|"HOME"\s*:')
+ENVIRONMENT = b"LD_LIBRARY_PATH"  # what a dump of environment variables on a machine with a GPU holds
 VARIABLE = re.compile(rb"\b(PATH|HOME|PWD|USER|SHELL|LD_LIBRARY_PATH|PYTHONPATH|HOSTNAME)(?:\"\s*:|=)")
 ENVIRONMENT_KEY = re.compile(rb'"[^"]{0,40}environ[^"]{0,40}"\s*:\s*[{\[]', re.IGNORECASE)
 
@@ -219,8 +218,8 @@ class Container:
         return events, _bytes_until(text, at)
 
     def _look_for_environment(self, piece: bytes | bytearray) -> None:
-        if not self.outcome.environment and any(name in piece for name in ENVIRONMENT):
-            self.outcome.environment = DUMPED.search(piece) is not None
+        if not self.outcome.environment and ENVIRONMENT in piece:
+            self.outcome.environment = True
 
     # --- head and tail ------------------------------------------------------------------------------------------------
 
@@ -279,7 +278,7 @@ class Container:
 
     def _add_meta(self, raw: bytes) -> None:
         self._look_for_environment(raw)
-        if len(set(VARIABLE.findall(raw))) >= 2 or ENVIRONMENT_KEY.search(raw):
+        if holds_environment(raw) or ENVIRONMENT_KEY.search(raw):
             self.outcome.environment = True
         around = self.outcome.around
         try:
@@ -309,6 +308,11 @@ class Container:
             f"{self.where} is no Chrome trace that can be read: {'it is empty' if not buffer else 'it is no JSON'}\n"
             "hint: torch.profiler's export_chrome_trace writes one"
         )
+
+
+def holds_environment(raw: bytes) -> bool:
+    """Whether JSON holds a dump of environment variables: two of their usual names."""
+    return len(set(VARIABLE.findall(raw))) >= 2
 
 
 def _last_boundary(buffer: bytes | bytearray) -> tuple[int, int] | None:

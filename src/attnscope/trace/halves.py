@@ -146,6 +146,7 @@ def read_second() -> None:
         batch.clear()
         if len(collector.trace.ops) + len(collector.trace.device_events) > EVENTS_SENT:
             _send(collector, None, answer)
+    container.outcome.environment |= collector.environment
     _send(collector, container.outcome, answer)
 
 

@@ -97,7 +97,7 @@ def _assemble(collector: Collector, outcome: Outcome, blocks: Iterable[bytes], w
     trace.problems[:0] = outcome.problems(lambda offset: lines_until(blocks, offset))
     trace.devices = _device_properties(outcome.meta.get("deviceProperties"))
     trace.meta = {k: v for k, v in outcome.meta.items() if isinstance(v, str | int | float) and k in KEPT_META}
-    trace.has_environment = outcome.environment
+    trace.has_environment = outcome.environment or collector.environment
     for events in (trace.ops, trace.runtime_calls, trace.device_events, trace.modules):
         _sort(events)
     scopes = trace.ops
