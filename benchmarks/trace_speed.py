@@ -16,6 +16,7 @@ import gzip
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -38,69 +39,82 @@ FLASH = ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_t
          "cutlass::bfloat16_t, pytorch_flash::Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, false, "
          "true, false, false, false, true, false, false>(pytorch_flash::Flash_fwd_params)")  # fmt: skip
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel"
-PYTHON = "torch/nn/modules/module.py(1527): _call_impl", "transformers/models/qwen2/modeling_qwen2.py({}): forward"
-EVENT = """  {{
-    "ph": "X", "cat": "{cat}", "name": {name}, "pid": {pid}, "tid": {tid},
-    "ts": {ts:.3f}, "dur": {dur:.3f},
-    "args": {{
-      {args}
-    }}
-  }}"""
-FLOW = """  {{
-    "ph": "{ph}", "id": {n}, "pid": {pid}, "tid": {tid}, "ts": {ts:.3f},
-    "cat": "ac2g", "name": "ac2g"{bp}
-  }}"""
-OP_ARGS = ('"External id": {n},"Record function id": 0, "Sequence number": {n}, "Fwd thread id": 0, '
+CALLED = (
+    "torch/nn/modules/module.py(1527): _call_impl",
+    "transformers/models/qwen2/modeling_qwen2.py(@a): forward",
+    "torch/nn/modules/module.py(1527): _call_impl",
+    "transformers/models/qwen2/modeling_qwen2.py(@b): forward",
+)
+# In these @ marks what changes from event to event.
+EVENT = """  {
+    "ph": "X", "cat": "%s", "name": %s, "pid": %d, "tid": %d,
+    "ts": @t, "dur": %.3f,
+    "args": {
+      %s
+    }
+  }"""
+FLOW = """  {
+    "ph": "%s", "id": @n, "pid": %d, "tid": %d, "ts": @t,
+    "cat": "ac2g", "name": "ac2g"%s
+  }"""
+OP_ARGS = ('"External id": @n,"Record function id": 0, "Sequence number": @n, "Fwd thread id": 0, '
            '"Concrete Inputs": ["", "", "", "", "0.", "True", "", "False"], '
            '"Input type": ["c10::BFloat16", "c10::BFloat16", "c10::BFloat16", "", "Scalar", "Scalar", "", "Scalar"], '
            '"Input Strides": [[1048576, 65536, 64, 1], [1048576, 65536, 64, 1], [1048576, 65536, 64, 1], [], [], [], '
            '[], []], "Input Dims": [[8, 16, 1024, 64], [8, 16, 1024, 64], [8, 16, 1024, 64], [], [], [], [], []], '
-           '"Ev Idx": {n}')  # fmt: skip
-KERNEL_ARGS = ('"External id": {n}, "queued": 0, "device": 0, "context": 1, "stream": 7, "correlation": {n},'
+           '"Ev Idx": @n')  # fmt: skip
+KERNEL_ARGS = ('"External id": @n, "queued": 0, "device": 0, "context": 1, "stream": 7, "correlation": @n,'
                '"registers per thread": 168, "shared memory": 49152, "blocks per SM": 3.878788, '
                '"warps per SM": 15.515152, "grid": [8, 16, 4], "block": [128, 1, 1], '
                '"est. achieved occupancy %": 13')  # fmt: skip
-CALL_ARGS = '"External id": {n}, "cbid": 211, "correlation": {n}'
-PYTHON_ARGS = '"Python parent id": {n}, "Python id": {n}, "Python thread": 0, "Ev Idx": {n}'
+CALL_ARGS = '"External id": @n, "cbid": 211, "correlation": @n'
+PYTHON_ARGS = '"Python parent id": @n, "Python id": @n, "Python thread": 0, "Ev Idx": @n'
 HOST, START_US, ROUND_US = 1_419_392, 1_419_247_333_291.708, 31
 
 
 def write_trace(path: Path, events: int) -> None:
     """About ``events`` events: per round 4 Python functions, 3 ops, a launch, a kernel and the flow between both."""
-    now = START_US
+    now, others, attention = START_US, _round(attention=False), _round(attention=True)
     with path.open("w") as file:
         file.write(f'{{"schemaVersion": 1, "deviceProperties": [{json.dumps(H100)}], "traceEvents": [\n')
         for n in range(1, events // 11 + 1):
-            file.write(",\n".join(_round(n, now)) + ",\n")
+            text, offsets = others if n % 8 else attention
+            file.write(text % {"n": n, "a": n % 97, "b": n % 89, **{f"t{i}": now + t for i, t in enumerate(offsets)}})
             now += ROUND_US
-        file.write(_event("Trace", "PyTorch Profiler (0)", 0, 0, now, 1, PYTHON_ARGS, 0) + "\n]}\n")
+        last, _ = _template([(_event("Trace", "PyTorch Profiler (0)", 0, 0, 1, PYTHON_ARGS), 0)])
+        file.write(last % {"n": 0, "t0": now} + "\n]}\n")
 
 
-def _round(n: int, now: float) -> list[str]:
-    attention = n % 8 == 0
+def _round(*, attention: bool) -> tuple[str, list[float]]:
+    """Eleven events to be filled in, and when each begins after the round does."""
     name = "aten::scaled_dot_product_attention" if attention else "aten::linear"
     inner = "aten::_flash_attention_forward" if attention else "aten::addmm"
-    called = PYTHON[0], PYTHON[1].format(n % 97), PYTHON[0], PYTHON[1].format(n % 89)
-    return [
-        *(_event("python_function", one, HOST, HOST, now + i / 10, 30 - i, PYTHON_ARGS, n)
-          for i, one in enumerate(called)),
-        _event("cpu_op", name, HOST, HOST, now + 1, 20, OP_ARGS, n),
-        _event("cpu_op", inner, HOST, HOST, now + 2, 15, OP_ARGS, n),
-        _event("cpu_op", "aten::empty", HOST, HOST, now + 3, 2, OP_ARGS, n),
-        _event("cuda_runtime", "cudaLaunchKernel", HOST, HOST, now + 8, 4, CALL_ARGS, n),
-        _event("kernel", FLASH if attention else GEMM, 0, 7, now + 20, 25, KERNEL_ARGS, n),
-        FLOW.format(ph="s", n=n, pid=HOST, tid=HOST, ts=now + 8, bp=""),
-        FLOW.format(ph="f", n=n, pid=0, tid=7, ts=now + 20, bp=', "bp": "e"'),
-    ]  # fmt: skip
+    text, offsets = _template([
+        *((_event("python_function", one, HOST, HOST, 30 - i, PYTHON_ARGS), i / 10) for i, one in enumerate(CALLED)),
+        (_event("cpu_op", name, HOST, HOST, 20, OP_ARGS), 1),
+        (_event("cpu_op", inner, HOST, HOST, 15, OP_ARGS), 2),
+        (_event("cpu_op", "aten::empty", HOST, HOST, 2, OP_ARGS), 3),
+        (_event("cuda_runtime", "cudaLaunchKernel", HOST, HOST, 4, CALL_ARGS), 8),
+        (_event("kernel", FLASH if attention else GEMM, 0, 7, 25, KERNEL_ARGS), 20),
+        (FLOW % ("s", HOST, HOST, ""), 8),
+        (FLOW % ("f", 0, 7, ', "bp": "e"'), 20),
+    ])  # fmt: skip
+    return text + ",\n", offsets
 
 
-def _event(cat: str, name: str, pid: int, tid: int, ts: float, dur: float, args: str, n: int) -> str:
-    return EVENT.format(cat=cat, name=json.dumps(name), pid=pid, tid=tid, ts=ts, dur=dur, args=args.format(n=n))
+def _event(cat: str, name: str, pid: int, tid: int, dur: float, args: str) -> str:
+    return EVENT % (cat, json.dumps(name), pid, tid, dur, args)
+
+
+def _template(rows: list[tuple[str, float]]) -> tuple[str, list[float]]:
+    texts = [text.replace("%", "%%").replace("@t", f"%(t{i}).3f") for i, (text, _) in enumerate(rows)]
+    text = re.sub("@([nab])", r"%(\1)d", ",\n".join(texts))
+    return text, [offset for _, offset in rows]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One trace, explained. ``cpu_s`` is the time both processes computed: on a busy machine it says more."""
+    """One trace, explained. ``cpu_s``: the time both processes computed; ``load``: the load average before."""
 
     events: int
     packed: bool
@@ -108,10 +122,12 @@ class Row:
     wall_s: float
     cpu_s: float
     peak_gib: float
+    load: float
 
 
 def measure(path: Path, events: int) -> Row:
     """Explain a trace and watch the command from outside. Needs Linux."""
+    load = os.getloadavg()[0]
     before, start, peak = os.times(), time.perf_counter(), 0
     with subprocess.Popen(
         [sys.executable, "-m", "attnscope", "explain", str(path), "--json"], stdout=subprocess.DEVNULL
@@ -124,7 +140,7 @@ def measure(path: Path, events: int) -> Row:
         raise SystemExit(process.returncode)
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     return Row(events, path.suffix == ".gz", round(path.stat().st_size / 1e6, 1), round(wall, 2), round(cpu, 2),
-               round(peak / 2**30, 2))  # fmt: skip
+               round(peak / 2**30, 2), round(load, 1))  # fmt: skip
 
 
 def _resident_bytes(pid: int) -> int:
@@ -160,7 +176,11 @@ def table(figures: dict[str, Any]) -> str:
             f"| {size}{' gzipped' if row.packed else ''} | {row.events:,} | {row.wall_s:.1f} s | {row.cpu_s:.1f} s | "
             f"{row.peak_gib:.2f} GiB |"
         )
-    return "\n".join(lines) + f"\n\nOn {figures['cores']} cores with Python {figures['python']}.\n"
+    said = f"On {figures['cores']} cores with Python {figures['python']}."
+    load = max(row["load"] for row in figures["rows"])
+    if load > figures["cores"] / 2:
+        said += f" Other work shared the cores (load average up to {load:.0f}), so that alone it takes less time."
+    return "\n".join([*lines, "", said, ""])
 
 
 def page(figures: dict[str, Any]) -> str:
