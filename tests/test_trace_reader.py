@@ -100,7 +100,8 @@ def test_a_flow_into_the_past_is_not_followed() -> None:
 @pytest.mark.parametrize("name", ["v100-resnet50-2021", "a100-particle-transformer-b256", "mi300-qwen1.5-0.5b"])
 def test_flows_of_foreign_traces_say_what_correlations_say(name: str) -> None:
     data = json.loads(gzip.decompress((FOREIGN / f"{name}.json.gz").read_bytes()))
-    by_correlation = read_trace(FOREIGN / f"{name}.json.gz")
+    data["traceEvents"] = data["traceEvents"][:15_000]
+    by_correlation = parse_trace(json.dumps(data).encode())
     for one in data["traceEvents"]:
         one.get("args", {}).pop("correlation", None)
     by_flow = parse_trace(json.dumps(data).encode())
@@ -109,7 +110,7 @@ def test_flows_of_foreign_traces_say_what_correlations_say(name: str) -> None:
         for a, b in zip(by_correlation.device_events, by_flow.device_events, strict=True)
         if b.launch
     ]
-    assert len(pairs) > 0.9 * sum(e.launch is not None for e in by_correlation.device_events)
+    assert len(pairs) > 100 and len(pairs) > 0.9 * sum(e.launch is not None for e in by_correlation.device_events)
     assert all(a is not None and (a.name, a.start_ns) == (b.name, b.start_ns) for a, b in pairs)
 
 
