@@ -7,10 +7,11 @@ import json
 import random
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import trace_builder as tb
@@ -20,7 +21,9 @@ from attnscope.reporting.explanation_html import explanations_page
 from attnscope.reporting.explanation_json import explanations_json
 from attnscope.reporting.explanation_text import render_explanation
 from attnscope.trace import Trace, parse_trace, read_trace
+from attnscope.trace import blocks as blocks_module
 from attnscope.trace import container as container_module
+from attnscope.trace import halves as halves_module
 from trace_builder import TraceBuilder
 
 
@@ -57,7 +60,7 @@ def test_pieces_make_the_same_trace_as_the_whole(
     whole = parse_trace(written(document, indent))
     data = written(document, indent)
     blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
-    monkeypatch.setattr("attnscope.trace.reader.slices", lambda _: iter(blocks))
+    monkeypatch.setattr("attnscope.trace.reader.Slices", lambda _: blocks)
     pieces = parse_trace(data)
     assert names(pieces) == names(whole) and pieces.problems == whole.problems == []
     assert [e.start_ns for e in pieces.device_events] == [e.start_ns for e in whole.device_events]
@@ -71,6 +74,108 @@ def test_many_pieces(tmp_path: Path) -> None:
     path.write_bytes(written({"traceEvents": events, "deviceProperties": [tb.H200], "trace_id": "}, {"}, None))
     trace = read_trace(path)
     assert len(trace.ops) == 12_000 and trace.devices[0].num_sms == 132 and trace.problems == []
+
+
+def flat(trace: Trace) -> list[tuple[object, ...]]:
+    """Everything that a trace holds, links as places in its lists."""
+    ops = {id(one): at for at, one in enumerate([*trace.ops, *trace.modules])}
+    calls = {id(one): at for at, one in enumerate(trace.runtime_calls)}
+    return [
+        *((o.name, o.start_ns, o.duration_ns, o.thread, o.args, ops.get(id(o.parent))) for o in trace.ops),
+        *((o.name, o.start_ns, o.duration_ns, o.thread) for o in trace.modules),
+        *((c.name, c.start_ns, c.thread, c.correlation, ops.get(id(c.op))) for c in trace.runtime_calls),
+        *((e.name, e.start_ns, e.stream, e.grid, e.graph_id, calls.get(id(e.launch))) for e in trace.device_events),
+    ]
+
+
+def change(data: bytes, how: str) -> bytes:
+    """The same document with something that the second half tells of."""
+    late = b'"ts": 5132283187'
+    return {
+        "whole": data,
+        "cut": data[:-3000],
+        "damaged": data.replace(b'"aten::softmax"', b'"aten::"softmax"'),
+        "late environment": data.replace(b'"baseTime', b'"env": {"PATH": "/bin", "HOME": "/"}, "baseTime'),
+        "from the middle earlier": data.replace(late, b'"ts": 5132273187'),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["whole", "cut", "damaged", "late environment", "from the middle earlier"])
+@pytest.mark.parametrize("events_first", [False, True])
+def test_two_processes_read_what_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, events_first: bool
+) -> None:
+    document = sample()
+    if events_first:
+        document = {"traceEvents": document.pop("traceEvents"), **document}
+    path = tmp_path / "t.json"
+    path.write_bytes(change(written(document), how))
+    alone = read_trace(path)
+    monkeypatch.setattr(halves_module, "SMALLEST_BYTES", 1000)
+    monkeypatch.setattr(halves_module, "_cores", lambda: 2)
+    read = halves_module.read_in_halves(path)
+    assert read is not None and read[1].whole > 100
+    together = read_trace(path)
+    assert flat(together) == flat(alone) and together.problems == alone.problems
+    assert [d.name for d in together.devices] == [d.name for d in alone.devices]
+    assert together.has_environment == alone.has_environment == (how == "late environment")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"traceEvents": [' + json.dumps(op()).encode() + b'], "deviceProperties": [' + b'{"id": 0}, ' * 400 + b"{}]}",
+        b'{"devices": [' + b'{"id": 0}, ' * 400 + b'{}], "traceEvents": ' + json.dumps([op()] * 9).encode() + b"}",
+        b"nonsense" * 1000,
+    ],
+    ids=["events end early", "events begin late", "no trace"],
+)
+def test_what_has_no_two_halves_is_read_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.setattr(halves_module, "SMALLEST_BYTES", 1000)
+    monkeypatch.setattr(halves_module, "_cores", lambda: 2)
+    path = tmp_path / "t.json"
+    path.write_bytes(data)
+    assert halves_module.read_in_halves(path) is None
+    if b"traceEvents" in data:
+        assert names(read_trace(path))[0] == "aten::mm" and read_trace(path).problems == []
+    else:
+        with pytest.raises(TraceError, match="is no Chrome trace"):
+            read_trace(path)
+
+
+def test_a_second_process_that_fails_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(written(sample()))
+    alone = read_trace(path)
+    monkeypatch.setattr(halves_module, "SMALLEST_BYTES", 1000)
+    monkeypatch.setattr(halves_module, "_cores", lambda: 2)
+    monkeypatch.setattr(halves_module, "SECOND", "raise SystemExit(3)")
+    assert halves_module.read_in_halves(path) is None
+    assert flat(read_trace(path)) == flat(alone)
+
+
+def test_blocks_made_ahead_are_the_same_and_their_errors_arrive() -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"a"
+        raise TraceError("gone\nhint: none")
+
+    assert list(blocks_module.ahead(iter([b"%d" % n for n in range(50)]))) == [b"%d" % n for n in range(50)]
+    ahead = blocks_module.ahead(broken())
+    assert next(ahead) == b"a"
+    with pytest.raises(TraceError, match="gone"):
+        next(ahead)
+
+
+def test_ops_with_the_same_inputs_share_what_is_kept_of_them() -> None:
+    inputs = {"Input type": ["float"], "Input Dims": [[2, 3]], "Concrete Inputs": ["a}"]}
+    trace = parse_events(
+        *(op("aten::mm", n, args={"External id": n, "Record function id": 0, **inputs, "Ev Idx": n}) for n in range(9)),
+        op("aten::odd", 20, args={"Ev Idx": 1, "Input Dims": [[4]], "note": {"Input type": 1}}),
+    )
+    assert len({id(one.raw_args) for one in trace.ops[:9]}) == 1
+    assert trace.ops[0].args == inputs and trace.ops[9].shapes == [[4]]
 
 
 def test_a_cut_file_is_read_to_its_last_whole_event() -> None:
@@ -100,6 +205,30 @@ def test_an_unescaped_quote_costs_its_own_event_only() -> None:
     assert trace.problems == ["1 event is no valid JSON and left out, the first at line 6"]
 
 
+LISTS = {"structs": [{"id": 1, "a": 2}, {"name": "x"}, {"ts": 3}]}
+
+
+@pytest.mark.parametrize("block_bytes", [97, 1000, 1 << 20])
+def test_objects_in_a_list_of_an_event_are_no_events(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    """Between two of them a piece may be cut, which must cost nothing."""
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", block_bytes)
+    events = [op(f"aten::op{n}", n, args=LISTS) for n in range(400)]
+    trace = parse_events(*events, deviceProperties=[tb.H200, tb.A100 | {"id": 1}])
+    assert names(trace) == [f"aten::op{n}" for n in range(400)] and trace.problems == []
+    assert [device.name for device in trace.devices] == ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
+
+
+@pytest.mark.parametrize("damaged", [0, 7, 19])
+def test_a_damaged_event_with_lists_costs_itself_only(damaged: int) -> None:
+    events = [op(f"aten::op{n}.", n, args=LISTS) for n in range(20)]
+    data = written({"traceEvents": events, "deviceProperties": [tb.H200]}).replace(
+        f"aten::op{damaged}.".encode(), f'aten::"op{damaged}.'.encode()
+    )
+    trace = parse_trace(data)
+    assert names(trace) == [f"aten::op{n}." for n in range(20) if n != damaged]
+    assert trace.devices[0].name == "NVIDIA H200" and len(trace.problems) == 1
+
+
 def test_what_json_forbids_and_writers_write() -> None:
     good, odd = json.dumps(op(args={"bandwidth": float("nan")})), json.dumps(op("aten::bmm", float("inf")))
     tab = json.dumps(op("aten::add", 5)).replace("aten::add", "aten::\tadd")
@@ -115,10 +244,34 @@ def test_odd_types_of_values() -> None:
         {"ph": "X", "cat": "kernel", "name": "k", "ts": 9, "dur": 1, "pid": 0, "tid": 7,
          "args": {"grid": [1, "x", 2], "correlation": "5", "shared memory": None, "stream": 7.5}},
     )  # fmt: skip
-    assert names(trace) == ["7", "None", "a", "b", "c"]
+    assert names(trace) == ["7", "unnamed", "a", "b", "c"]
     assert trace.ops[2].thread == ("Spans", "4") and trace.ops[4].shapes is None and trace.ops[4].dtypes == []
     assert trace.device_events[0].grid is None and trace.device_events[0].correlation is None
     assert explain_trace(trace).window.kernels == 1
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 2**63, 2**70, -1], ids=["huge", "low", "2**63", "2**70", "-1"])
+@pytest.mark.parametrize("key", ["est. achieved occupancy %", "correlation", "stream", "device", "bytes", "graph id"])
+def test_whole_numbers_of_any_size(key: str, value: int) -> None:
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "pid": 0, "tid": 7, "args": {key: value}}
+    trace = parse_events(kernel, op())
+    assert len(trace.device_events) == 1
+    assert explain_trace(trace).window.kernels == 1
+    assert msgspec.msgpack.encode(trace.device_events)  # as the second process sends them
+
+
+def test_broken_text_in_args_costs_itself_only() -> None:
+    """Bytes that are no UTF-8 and control characters, in an event of a piece that is otherwise whole."""
+    data = written({"traceEvents": [
+        op(args={"Input Dims": [[2, 3]], "Input type": ["BAD"]}),
+        {"ph": "X", "cat": "memcpy", "name": "Memcpy", "ts": 9, "dur": 1,
+         "args": {"src kind": "BAD", "dst kind": "Device", "correlation": 5}},
+    ]})  # fmt: skip
+    for bad in (b"\xff", b"\x01", b"\\ud800"):
+        trace = parse_trace(data.replace(b"BAD", bad))
+        assert trace.ops[0].shapes == [[2, 3]] and len(trace.ops[0].dtypes) == 1
+        assert trace.device_events[0].correlation == 5
+        assert render_explanation(explain_trace(trace)).encode()
 
 
 def test_meta_of_a_root_is_kept_by_name_and_an_environment_is_not_echoed() -> None:
@@ -130,6 +283,30 @@ def test_meta_of_a_root_is_kept_by_name_and_an_environment_is_not_echoed() -> No
     assert "environment variables" in explanation.warnings[0]
     assert secret not in render_explanation(explanation) + explanations_page([explanation])
     assert not parse_events(op(), cuda_runtime_version=12040).has_environment
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        {"host": {"deeper": {"env": {"PATH": "/bin", "HOME": "/root", "TOKEN": "hf_verysecret"}}}},
+        {"env": ["PATH=/bin", "HOME=/root", "TOKEN=hf_verysecret"]},
+        {"os.environ": {"TOKEN": "hf_verysecret"}},
+    ],
+)
+def test_an_environment_is_found_wherever_the_root_holds_it(root: dict[str, Any]) -> None:
+    for trace in (parse_events(op(), **root), parse_trace(json.dumps({**root, "traceEvents": [op()]}).encode())):
+        assert trace.has_environment
+        assert "hf_verysecret" not in json.dumps(explanation_json(trace)) + repr(trace.meta)
+
+
+def test_an_environment_in_an_event_is_found() -> None:
+    dump = {"ph": "M", "name": "environment", "pid": 0, "args": {"SHELL": "sh", "HOME": "/root", "TOKEN": "secret"}}
+    assert parse_events(op(), dump, op()).has_environment
+    assert not parse_events(op("HOME"), {"ph": "M", "name": "process_name", "args": {"name": "PATH"}}).has_environment
+
+
+def explanation_json(trace: Trace) -> Any:
+    return json.loads(explanations_json([explain_trace(trace)]))
 
 
 @pytest.mark.parametrize(

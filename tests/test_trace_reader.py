@@ -52,6 +52,74 @@ def test_external_id_is_not_believed() -> None:
     assert kernel.op is not None and kernel.op.name == "aten::right"
 
 
+def arrow(ph: str, number: object, ts: object, tid: object = 1, pid: object = 1) -> dict[str, object]:
+    return {"ph": ph, "id": number, "ts": ts, "tid": tid, "pid": pid, "cat": "ac2g", "name": "ac2g", "bp": "e"}
+
+
+def launched(*more: dict[str, object], correlation: bool = False) -> list[str | None]:
+    """Which op launched each of two kernels, the second of which was called first."""
+    ids = [{"correlation": n} if correlation else {} for n in (0, 5, 6)]
+    trace = parse(
+        event("cpu_op", "aten::first", -7.5, 10), event("cuda_runtime", "cudaLaunchKernel", -5.25, 2, **ids[1]),
+        event("cpu_op", "aten::second", 20, 10), event("cuda_runtime", "cudaLaunchKernel", 22, 2, **ids[2]),
+        event("kernel", "k", 40, 3, tid=7, pid=0, **ids[2]), event("kernel", "k", 50, 3, tid=7, pid=0, **ids[1]),
+        *more,
+    )  # fmt: skip
+    return [e.op.name if e.op else None for e in trace.device_events]
+
+
+def test_flows_stand_in_for_correlations_that_are_missing() -> None:
+    flows = [arrow("s", 5, -5.25), arrow("s", 6, 22), arrow("f", 6, 40, 7, 0), arrow("f", 5, 50, "7", 0)]
+    assert launched() == [None, None]
+    assert launched(*flows) == ["aten::second", "aten::first"]
+    assert launched(*flows[:3]) == ["aten::second", None]
+    assert launched(*(one | {"ts": str(one["ts"])} for one in flows)) == ["aten::second", "aten::first"]
+
+
+def test_flows_are_not_asked_where_correlations_say_it() -> None:
+    crossed = [arrow("s", 5, 22), arrow("s", 6, -5.25), arrow("f", 6, 40, 7, 0), arrow("f", 5, 50, 7, 0)]
+    assert launched(*crossed, correlation=True) == ["aten::second", "aten::first"]
+
+
+@pytest.mark.parametrize("number", [None, "5", 5.5, [5], True])
+def test_odd_flows_lead_nowhere(number: object) -> None:
+    odd = [arrow("s", number, -5.25), arrow("f", number, 50, 7, 0), arrow("s", 5, None), arrow("f", 5, "soon", 7, 0)]
+    assert launched(*odd) == [None, None]
+
+
+def test_a_flow_into_the_past_is_not_followed() -> None:
+    assert launched(arrow("s", 5, 22), arrow("f", 5, 40, 7, 0)) == ["aten::second", None]
+    trace = parse(
+        event("kernel", "k", 1, 3, tid=7, pid=0), event("cuda_runtime", "cudaLaunchKernel", 22, 2),
+        arrow("s", 5, 22), arrow("f", 5, 1, 7, 0),
+    )  # fmt: skip
+    assert trace.device_events[0].launch is None
+
+
+@pytest.mark.skipif(not FOREIGN.is_dir(), reason="the foreign traces are not beside this checkout")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("v100-resnet50-2021", marks=pytest.mark.slow),
+        "a100-particle-transformer-b256",
+        "mi300-qwen1.5-0.5b",
+    ],
+)
+def test_flows_of_foreign_traces_say_what_correlations_say(name: str) -> None:
+    data = json.loads(gzip.decompress((FOREIGN / f"{name}.json.gz").read_bytes()))
+    by_correlation = read_trace(FOREIGN / f"{name}.json.gz")
+    for one in data["traceEvents"]:
+        one.get("args", {}).pop("correlation", None)
+    by_flow = parse_trace(json.dumps(data).encode())
+    pairs = [
+        (a.launch, b.launch)
+        for a, b in zip(by_correlation.device_events, by_flow.device_events, strict=True)
+        if b.launch
+    ]
+    assert len(pairs) > 100 and len(pairs) > 0.9 * sum(e.launch is not None for e in by_correlation.device_events)
+    assert all(a is not None and (a.name, a.start_ns) == (b.name, b.start_ns) for a, b in pairs)
+
+
 @pytest.mark.parametrize(
     "launch", ["cuLaunchKernelEx", "cudaLaunchKernelExC", "hipModuleLaunchKernel", "cudaGraphLaunch"]
 )

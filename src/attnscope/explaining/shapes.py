@@ -6,11 +6,12 @@ native functions; nothing is evaluated, and what does not fit a signature stays 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from attnscope.explaining.call import short_dtype
-from attnscope.trace.events import Op
+from attnscope.trace.events import Op, read_arguments
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,12 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 def problem_of(op: Op) -> Problem | None:
     """The problem of an attention op; None where the signature is not known or no shapes were recorded."""
     signature = SIGNATURES.get(op.name)
-    if signature is None:
-        return None
-    shapes, dtypes, values = op.arguments
+    return _problem(signature, op.raw_args) if signature is not None else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(signature: Signature, raw_args: bytes) -> Problem | None:
+    shapes, dtypes, values = read_arguments(raw_args)
     if shapes is None or len(shapes) < signature.q + 3:
         return None
     if signature.starts is not None and signature.starts < len(shapes) and len(shapes[signature.starts]) == 1:

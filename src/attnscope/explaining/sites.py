@@ -126,7 +126,10 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
 def _attention_op(work: Work) -> Op | None:
     """The outermost op around it that is attention. MultiheadAttention's fast path holds its projections too, and runs
     either an attention op within or products and a softmax, which are found as such."""
-    return next((op for op in reversed(work.ops) if _names_attention(op.name) and op.name != FAST_PATH), None)
+    for op in reversed(work.ops):
+        if _names_attention(op.name) and op.name != FAST_PATH:
+            return op
+    return None
 
 
 @functools.lru_cache(maxsize=4096)

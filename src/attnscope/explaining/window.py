@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from attnscope.explaining.captured import replays_from_before
@@ -31,6 +32,8 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
     attention = [work for work in works if work.in_attention]
     unattributed = [work for work in works if not work.in_attention and not work.attributed]
     kinds = [event.kind for event in trace.device_events]
+    annotations = trace.annotations
+    calls = Counter([call.name for call in trace.runtime_calls])
     return Window(
         card=card_name(trace),
         versions=_versions(trace),
@@ -41,9 +44,9 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
         kernels=kinds.count("kernel"),
         copies=kinds.count("memcpy"),
         fills=kinds.count("memset"),
-        launches=sum(_launches_kernel(call.name) for call in trace.runtime_calls),
-        ops=sum(not op.is_annotation for op in trace.ops),
-        steps=sum(op.is_annotation and op.name.startswith(STEP_NAME) for op in trace.ops),
+        launches=sum(count for name, count in calls.items() if _launches_kernel(name)),
+        ops=len(trace.ops) - len(annotations),
+        steps=sum(op.name.startswith(STEP_NAME) for op in annotations),
         attention_us=sum(work.us for work in attention),
         inferred_us=sum(work.us for work in attention if not work.attributed),
         unattributed_us=sum(work.us for work in unattributed),
@@ -140,7 +143,7 @@ def _span_ns(trace: Trace) -> int:
     for events in (trace.ops, trace.runtime_calls, trace.device_events):
         if events:
             start = events[0].start_ns if start is None else min(start, events[0].start_ns)
-            end = max(end, max(event.start_ns + event.duration_ns for event in events))
+            end = max(end, max([event.start_ns + event.duration_ns for event in events]))
     return end - (start or 0)
 
 

@@ -8,7 +8,9 @@ launch the trace lacks.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from operator import itemgetter
+
+import msgspec
 
 from attnscope.explaining.call import Seen, cpu_seen
 from attnscope.explaining.captured import captured_launches
@@ -52,8 +54,7 @@ KEPT_IN_MATMUL = frozenset(("fill", "copy", "reduction", "layout copy"))
 LOG_SOFTMAX = re.compile(r"LogSoft[mM]ax|log_softmax")
 
 
-@dataclass(slots=True, eq=False)
-class Work:
+class Work(msgspec.Struct, eq=False):
     """One thing that worked. ``ops`` are the ops around it, innermost first, without annotations.
 
     ``replayed`` work of a graph has no op; where its capture is in the trace too it is ``captured`` instead, and its
@@ -112,32 +113,39 @@ def all_work(trace: Trace) -> list[Sequence]:
 def _device_work(trace: Trace) -> list[Sequence]:
     meanings: dict[str, Meaning] = {}
     captured = captured_launches(trace)
-    around: dict[int, tuple[tuple[Op, ...], str | None]] = {}
+    around: dict[int, tuple[tuple[Op, ...], str | None]] = {0: ((), None)}
     sequences: dict[tuple[object, ...], list[tuple[int, Work]]] = {}
     for event in trace.device_events:
-        meaning = meanings.get(event.name)
+        name, launch, replayed = event.name, event.launch, event.replayed
+        meaning = meanings.get(name)
         if meaning is None:
-            meaning = explain_name(event.name) if len(meanings) < MOST_NAMES else NOT_LOOKED_AT
+            meaning = explain_name(name) if len(meanings) < MOST_NAMES else NOT_LOOKED_AT
             if len(meanings) < MOST_NAMES:
-                meanings[event.name] = meaning
-        capture = captured.get(id(event))
+                meanings[name] = meaning
+        capture = captured.get(id(event)) if captured else None
         op = event.op if capture is None else capture.op
-        ops, module = ((), None) if op is None else around.get(id(op)) or around.setdefault(id(op), _around(op))
-        replayed = event.replayed and capture is None
-        role = role_of(event, meaning, () if replayed else ops)
-        work = Work(event.name, role, event.start_ns, event.duration_ns, ops, meaning, event, module, replayed)
+        place = id(op) if op is not None else 0
+        known = around.get(place)
+        if known is None and op is not None:
+            known = around[place] = _around(op)
+        ops, module = known or around[0]
+        unknown = replayed and capture is None
+        role = role_of(event, meaning, () if unknown else ops)
+        work = Work(name, role, event.start_ns, event.duration_ns, ops, meaning, event, module, unknown)
         work.captured = capture is not None
-        launch = event.launch
-        if event.replayed:
+        if replayed:
             key: tuple[object, ...] = ("graph", event.correlation, event.graph_id)
             order = event.start_ns
         elif launch is None:
             key, order = ("stream", event.device, event.stream), event.start_ns
         else:
             key, order = ("thread", launch.thread), launch.start_ns
-        sequences.setdefault(key, []).append((order, work))
+        found = sequences.get(key)
+        if found is None:
+            found = sequences[key] = []
+        found.append((order, work))
     for sequence in sequences.values():
-        sequence.sort(key=lambda pair: pair[0])
+        sequence.sort(key=itemgetter(0))
     return [[work for _, work in sequence] for sequence in sequences.values()]
 
 

@@ -11,22 +11,27 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from attnscope.errors import TraceError
-from attnscope.trace.blocks import kind_of
+from attnscope.trace.blocks import json_kind, kind_of
 
 _KEYS = r'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|s|bp|tts|tdur)"\s*:'
 BOUNDARY = re.compile(rb"\}\s*,\s*(?=" + _KEYS.encode() + rb")")
 BOUNDARY_TEXT = re.compile(r"\}\s*,\s*(?=" + _KEYS + r")")
 START = re.compile(rb'"traceEvents"\s*:\s*')
+SURE_BOUNDARY_TEXT = re.compile(r'\}\s*,\s*(?=\{\s*"ph"\s*:)')
 SPACE = re.compile(r"[\s,]*")
-MOST_BYTES = 128 << 20  # of a head, a tail or one event
+CLOSING = ord("]")
+MOST_BYTES = 64 << 20  # of a head, a tail or one event
 DECODER = json.JSONDecoder(strict=False)
+MOST_BRACKETS = 200  # of a damaged last event that are tried as the end of the list
 ENVIRONMENT = b"LD_LIBRARY_PATH"  # what a dump of environment variables on a machine with a GPU holds
+VARIABLE = re.compile(rb"\b(PATH|HOME|PWD|USER|SHELL|LD_LIBRARY_PATH|PYTHONPATH|HOSTNAME)(?:\"\s*:|=)")
+ENVIRONMENT_KEY = re.compile(rb'"[^"]{0,40}environ[^"]{0,40}"\s*:\s*[{\[]', re.IGNORECASE)
 
 
 class RawEvent(msgspec.Struct, gc=False):
@@ -34,141 +39,187 @@ class RawEvent(msgspec.Struct, gc=False):
 
     ph: str | None = ""
     cat: str | None = ""
-    name: str | int | float | None = ""
+    name: str | int | float | None = None
     pid: int | float | str | None = None
     tid: int | float | str | None = None
     ts: int | float | str | None = None
     dur: int | float | str | None = None
+    id: int | float | str | None = None
     args: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 
 
-class Container:
-    """One document. After ``batches`` ran through, ``meta`` and ``problems`` are complete.
+class Outcome(msgspec.Struct):
+    """What reading a document, or a part of one, came to.
 
     Attributes:
         meta: the root's other keys and values.
-        problems: sentences on what was damaged.
-        damaged: events left out for that.
+        whole: events that were read.
+        damaged: events left out because they are no valid JSON.
+        first_damage: the byte of the document where the first of those begins.
+        ended: whether the end of the list of events was seen.
         environment: whether the file seems to carry a dump of environment variables.
+        around: sentences on damage around the events.
     """
 
-    def __init__(self, blocks: Iterable[bytes], where: str) -> None:
+    meta: dict[str, Any] = {}
+    whole: int = 0
+    damaged: int = 0
+    first_damage: int | None = None
+    ended: bool = False
+    environment: bool = False
+    around: list[str] = []
+
+    def add(self, later: Outcome) -> None:
+        """With what a later part came to."""
+        self.meta |= later.meta
+        self.whole += later.whole
+        self.damaged += later.damaged
+        if self.first_damage is None:
+            self.first_damage = later.first_damage
+        self.ended = later.ended
+        self.environment |= later.environment
+        self.around += later.around
+
+    def problems(self, lines: Callable[[int | None], int]) -> list[str]:
+        """Sentences on what was damaged; ``lines`` counts the line breaks before a byte, or before the end."""
+        said = list(self.around)
+        if not self.ended:
+            said.append(f"the file is cut off at line {lines(None) + 1}: {self.whole:,} whole events were read")
+        if self.damaged:
+            said.append(
+                f"{self.damaged} {'event is' if self.damaged == 1 else 'events are'} no valid JSON and left out, the "
+                f"first at line {lines(self.first_damage) + 1}"
+            )
+        return said
+
+
+class Container:
+    """One document, or with ``inside`` what follows that byte of one, where an event begins.
+
+    ``outcome`` is complete after ``batches`` ran through.
+    """
+
+    def __init__(self, blocks: Iterable[bytes], where: str, *, inside: int | None = None) -> None:
         self.where = where
-        self.meta: dict[str, Any] = {}
-        self.problems: list[str] = []
-        self.damaged = 0
-        self.whole = 0
-        self.environment = False
-        self._first_damage = 0
+        self.outcome = Outcome()
+        self._inside = inside
         self._blocks = iter(blocks)
-        self._line = 1
-        self._rest: bytes | None = None  # what follows the list of events, once its end was seen
+        self._lost = False  # since a damage: what follows may be objects inside the damaged event
+        self._offset = inside or 0  # in the document, of the first byte that is not decoded yet
 
     def batches(self) -> Iterator[list[RawEvent]]:
         """The whole events, in the order of the file. Raises TraceError where the document is no trace."""
-        buffer, is_object = self._open()
-        wanted = 1 << 22
+        rest, is_object = (b"", True) if self._inside is not None else self._open()
+        held, size, wanted = [rest], len(rest), 0
         for block in self._blocks:
-            buffer += block
-            if len(buffer) < wanted:
+            held.append(block)
+            size += len(block)
+            if size < wanted:
                 continue
-            cut = _last_boundary(buffer)
+            piece = bytearray(b"".join((b"[", *held)))
+            cut = _last_boundary(piece)
             if cut is None:
-                wanted = 2 * len(buffer)
+                held, wanted = [bytes(memoryview(piece)[1:])], 2 * size
                 if wanted > 2 * MOST_BYTES:
                     break
                 continue
-            wanted = 1 << 22
-            yield self._decode(buffer[: cut[0]])
-            if self._rest is not None:
-                self._rest += buffer[cut[0] :]
-                buffer = b""
+            events, after = self._decode(piece, *cut)
+            yield events
+            held, size = [self._remaining(piece, after)], len(piece) - after
+            wanted = 0 if after == cut[1] else 2 * size
+            if self.outcome.ended:
                 break
-            self._line += buffer.count(b"\n", cut[0], cut[1])
-            buffer = buffer[cut[1] :]
-        yield from self._finish(buffer, is_object)
+        yield from self._finish(b"".join(held), is_object)
 
-    def _finish(self, buffer: bytes, is_object: bool) -> Iterator[list[RawEvent]]:
-        if self._rest is None:
-            cut = _last_boundary(buffer)
+    def _finish(self, rest: bytes, is_object: bool) -> Iterator[list[RawEvent]]:
+        """What no other event follows, and what stands behind the events."""
+        if not self.outcome.ended:
+            piece = bytearray(b"[" + rest)
+            cut = _last_boundary(piece)
             if cut is not None:
-                yield self._decode(buffer[: cut[0]])
-                if self._rest is not None:
-                    self._rest += buffer[cut[0] :]
-                else:
-                    self._line += buffer.count(b"\n", cut[0], cut[1])
-                    buffer = buffer[cut[1] :]
-        line = self._line + buffer.count(b"\n")
-        if self._rest is None:
-            yield self._carefully(buffer)
-        if self._rest is not None:
-            self._read_tail(is_object)
-        elif self.whole or self.damaged:
-            self.problems.append(f"the file is cut off at line {line}: {self.whole:,} whole events were read")
-        else:
-            raise TraceError(
-                f"{self.where} is no Chrome trace that can be read: it ends before its first whole event\n"
-                "hint: copy or record it again"
-            )
-        if self.damaged:
-            self.problems.append(
-                f"{self.damaged} {'event is' if self.damaged == 1 else 'events are'} no valid JSON and left out, the "
-                f"first at line {self._first_damage}"
-            )
+                events, after = self._decode(piece, *cut)
+                yield events
+                rest = self._remaining(piece, after)
+        if not self.outcome.ended:
+            events, after = self._carefully(b"[" + rest, last=True)
+            yield events
+            rest = self._remaining(b"[" + rest, after)
+        if self.outcome.ended:
+            self._read_tail(rest, is_object)
 
-    # --- the pieces ---------------------------------------------------------------------------------------------------
+    # --- the pieces, each behind an opening bracket ------------------------------------------------------------------
 
-    def _decode(self, piece: bytes) -> list[RawEvent]:
-        """The events of a piece that ends before the comma behind an event."""
+    def _remaining(self, piece: bytes | bytearray, after: int) -> bytes:
+        self._offset += after - 1
+        return bytes(memoryview(piece)[after:])
+
+    def _decode(self, piece: bytearray, end: int, following: int) -> tuple[list[RawEvent], int]:
+        """The events before ``end``, where a comma is in reach and another event follows; and where to go on."""
         self._look_for_environment(piece)
+        behind, piece[end] = piece[end], CLOSING
         try:
-            events = _EVENTS.decode(b"[" + piece + b"]")
+            events = _EVENTS.decode(memoryview(piece)[: end + 1])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return self._carefully(piece)
-        self.whole += len(events)
-        self._line += piece.count(b"\n")
-        return events
+            piece[end] = behind
+            events, after = self._carefully(bytes(memoryview(piece)[:end]), last=False)
+            return events, following if after == end else after
+        self.outcome.whole += len(events)
+        return events, following
 
-    def _carefully(self, piece: bytes) -> list[RawEvent]:
-        """Event by event; stops where the list ends, and then keeps what follows it."""
-        text = piece.decode("utf-8", "replace")
+    def _carefully(self, piece: bytes, *, last: bool) -> tuple[list[RawEvent], int]:
+        """Event by event, and where that came to: the end, behind the list, or an event that the piece cuts."""
+        text = piece.decode("utf-8", "surrogateescape")
         events: list[RawEvent] = []
-        position, counted = 0, 0
+        at = 1
         while True:
-            position = SPACE.match(text, position).end()  # type: ignore[union-attr]  # it matches the empty text
-            if position == len(text):
+            at = SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
+            if at == len(text):
                 break
-            if text[position] == "]":
-                self._rest = text[position + 1 :].encode()
+            if text[at] == "]":
+                more = SURE_BOUNDARY_TEXT.search(text, at) if self._lost else None
+                if more is not None:
+                    at = more.end()  # it was a list inside the damaged event
+                    continue
+                end = _end_of_list(text, at) if last and self._lost else None
+                at = (at if end is None else end) + 1
+                self.outcome.ended = True
                 break
+            begin = at
             try:
-                found, position = DECODER.raw_decode(text, position)
-            except (ValueError, RecursionError):
+                found, at = DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
                 found = None
-                boundary = BOUNDARY_TEXT.search(text, position)
-                end = boundary.end() if boundary else len(text)
-                if not boundary and self.whole + len(events) and '"ph"' not in text[position:]:
+                if not last and _is_cut(error, text):
                     break
-                if boundary:
-                    self.damaged += 1
-                    self._first_damage = self._first_damage or self._line + text.count("\n", 0, position)
-                position = end
+                boundary = BOUNDARY_TEXT.search(text, at)
+                if boundary is not None:
+                    at = boundary.end()
+                elif last:
+                    end = None if _is_cut(error, text) else _end_of_list(text, at)
+                    if end is None:
+                        break  # what a cut file ends with
+                    at = end
+                else:
+                    at = len(text)
             if isinstance(found, dict):
-                events.append(_event_of(found))
-            elif found is not None:
-                self.damaged += 1
-                self._first_damage = self._first_damage or self._line + text.count("\n", 0, position)
-        counted = text.count("\n", 0, position)
-        self._line += counted
-        self.whole += len(events)
-        return events
+                if "ph" in found:
+                    self._lost = False
+                if not self._lost:
+                    events.append(_event_of(found))
+                continue
+            self._lost = True
+            self.outcome.damaged += 1
+            if self.outcome.first_damage is None:
+                self.outcome.first_damage = self._offset + _bytes_until(text, begin) - 1
+        self.outcome.whole += len(events)
+        return events, _bytes_until(text, at)
 
-    def _look_for_environment(self, piece: bytes) -> None:
-        if not self.environment and ENVIRONMENT in piece:
-            self.environment = True
+    def _look_for_environment(self, piece: bytes | bytearray) -> None:
+        if not self.outcome.environment and ENVIRONMENT in piece:
+            self.outcome.environment = True
 
     # --- head and tail ------------------------------------------------------------------------------------------------
 
@@ -186,6 +237,7 @@ class Container:
                         f"{self.where} is no Chrome trace: its list must hold events, which are JSON objects, and "
                         "begins with something else\nhint: torch.profiler's export_chrome_trace writes one"
                     )
+                self._offset = opened
                 return buffer[opened:], False
             if start and start != b"{":
                 self._refuse(buffer)
@@ -209,12 +261,11 @@ class Container:
                 f"{self.where} is no Chrome trace: its traceEvents must be a list\n"
                 "hint: torch.profiler's export_chrome_trace writes one"
             )
-        self._line += buffer.count(b"\n", 0, match.end())
+        self._offset = match.end() + 1
         self._add_meta(buffer[: match.start()] + b'"traceEvents": null}')
         return buffer[match.end() + 1 :], True
 
-    def _read_tail(self, is_object: bool) -> None:
-        rest = self._rest or b""
+    def _read_tail(self, rest: bytes, is_object: bool) -> None:
         for block in self._blocks:
             rest += block
             if len(rest) > MOST_BYTES:
@@ -223,25 +274,26 @@ class Container:
         if is_object and rest not in (b"", b"}"):
             self._add_meta(b"{" + rest)
         elif is_object and not rest:
-            self.problems.append("the file is cut off behind its events")
+            self.outcome.around.append("the file is cut off behind its events")
 
     def _add_meta(self, raw: bytes) -> None:
         self._look_for_environment(raw)
+        if holds_environment(raw) or ENVIRONMENT_KEY.search(raw):
+            self.outcome.environment = True
+        around = self.outcome.around
         try:
             found, _ = DECODER.raw_decode(raw.decode("utf-8", "replace").lstrip("\ufeff \r\n\t"))
         except (ValueError, RecursionError):
-            self.problems.append("what stands around the events is damaged, so the card may be missing")
+            around.append("what stands around the events is damaged, so the card may be missing")
             return
         try:
-            self.meta |= {key: _finite(value) for key, value in found.items() if key != "traceEvents"}
+            self.outcome.meta |= finite({key: value for key, value in found.items() if key != "traceEvents"})
         except RecursionError:
-            self.problems.append("what stands around the events is nested too deep, so the card may be missing")
+            around.append("what stands around the events is nested too deep, so the card may be missing")
             return
-        if _holds_environment(self.meta):
-            self.environment = True
 
     def _refuse(self, buffer: bytes) -> None:
-        kind = kind_of(buffer) or _json_kind(buffer)
+        kind = kind_of(buffer) or json_kind(buffer)
         if kind:
             raise TraceError(
                 f"{self.where} must be a Chrome trace with a list traceEvents, and is {kind}\n"
@@ -258,9 +310,14 @@ class Container:
         )
 
 
-def _last_boundary(buffer: bytes) -> tuple[int, int] | None:
+def holds_environment(raw: bytes) -> bool:
+    """Whether JSON holds a dump of environment variables: two of their usual names."""
+    return len(set(VARIABLE.findall(raw))) >= 2
+
+
+def _last_boundary(buffer: bytes | bytearray) -> tuple[int, int] | None:
     """Behind the last event that another follows, and where that one begins."""
-    window = 1 << 16
+    window = 1 << 12
     while True:
         start = max(len(buffer) - window, 0)
         last = None
@@ -273,20 +330,53 @@ def _last_boundary(buffer: bytes) -> tuple[int, int] | None:
         window *= 8
 
 
+def _is_cut(error: Exception, text: str) -> bool:
+    """Whether decoding failed because the text ends too early."""
+    return isinstance(error, json.JSONDecodeError) and (
+        error.pos >= len(text) or error.msg.startswith("Unterminated string")
+    )
+
+
+def _end_of_list(text: str, at: int) -> int | None:
+    """The first bracket that may close the list of events: what follows it closes the document."""
+    for _ in range(MOST_BRACKETS):
+        at = text.find("]", at)
+        if at < 0:
+            return None
+        rest = text[at + 1 :].strip()
+        if not rest:
+            return at
+        around = "{" + rest.removeprefix(",").lstrip()
+        try:
+            if DECODER.raw_decode(around)[1] == len(around):
+                return at
+        except (ValueError, RecursionError):
+            pass
+        at += 1
+    return None
+
+
+def _bytes_until(text: str, at: int) -> int:
+    return len(text[:at].encode("utf-8", "surrogateescape"))
+
+
 def _event_of(found: dict[str, Any]) -> RawEvent:
     """An event whose values may be of any kind."""
     plain = {
         key: _text(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
-        for key, value in ((key, found.get(key)) for key in ("name", "pid", "tid", "ts", "dur"))
+        for key, value in ((key, found.get(key)) for key in ("name", "pid", "tid", "ts", "dur", "id"))
     }
     args = found.get("args")
     try:
-        raw = msgspec.json.encode(_finite(args)) if isinstance(args, dict) else b"{}"
-    except (RecursionError, ValueError, OverflowError):  # unpaired surrogates, integers beyond 64 bit
+        raw = msgspec.json.encode(finite(args)) if isinstance(args, dict) else b"{}"
+    except RecursionError:
         raw = b"{}"
     ph, cat = found.get("ph"), found.get("cat")
     return RawEvent(
-        ph=ph if isinstance(ph, str) else "", cat=cat if isinstance(cat, str) else "", args=msgspec.Raw(raw), **plain
+        ph=ph if isinstance(ph, str) else "",
+        cat=_text(cat) if isinstance(cat, str) else "",
+        args=msgspec.Raw(raw),
+        **plain,
     )
 
 
@@ -295,39 +385,17 @@ def _text(value: str) -> str:
     return value.encode("utf-8", "replace").decode()
 
 
-def _finite(value: Any) -> Any:
-    """The same without NaN, infinities and broken text, which are no JSON."""
+def finite(value: Any) -> Any:
+    """The same without NaN, infinities and broken text, which are no JSON, and without whole numbers beyond 64 bits."""
     if isinstance(value, dict):
-        return {_text(str(key)): _finite(one) for key, one in value.items()}
+        return {_text(str(key)): finite(one) for key, one in value.items()}
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
+    if isinstance(value, int):
+        return value if -(1 << 63) <= value < 1 << 63 else None
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _holds_environment(meta: dict[str, Any]) -> bool:
-    names = {"PATH", "HOME", "PWD", "USER", "SHELL", "LD_LIBRARY_PATH", "PYTHONPATH", "HOSTNAME"}
-    return any(
-        (isinstance(value, dict) and len(names & value.keys()) >= 2) or "environ" in key.lower()
-        for key, value in meta.items()
-    )
-
-
-def _json_kind(buffer: bytes) -> str | None:
-    """What a JSON document without trace events is, by the keys of other tools."""
-    head = buffer[: 1 << 20]
-    if b"speedscope" in head or (b'"profiles"' in head and b'"frames"' in head):
-        return "a speedscope profile"
-    if b"chakra" in head or (b'"nodes"' in head and b'"schema"' in head):
-        return "a PyTorch execution trace, which holds no times"
-    if b'"nbformat"' in head:
-        return "a Jupyter notebook"
-    if b'"schema_version"' in head and b'"implementation"' in head:
-        return "a record of attnscope; explain reads the trace that stands beside it"
-    if b'"segments"' in head and b'"device_traces"' in head:
-        return "a memory snapshot"
-    return None
 
 
 def _parses(buffer: bytes) -> bool:

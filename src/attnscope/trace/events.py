@@ -7,18 +7,23 @@ carry a wrong one (kineto#1001). Imports neither torch nor an implementation.
 
 from __future__ import annotations
 
+import functools
+import json
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
+
+from attnscope.trace.container import finite
 
 OUR_LABEL = "attnscope/"
 STEP_NAME = "ProfilerStep#"
 
 
-class Interval(msgspec.Struct, kw_only=True, eq=False):
+class Interval(msgspec.Struct, kw_only=True, eq=False, array_like=True):
     """Something with a name, a start and a length, on a thread or stream."""
 
     name: str
@@ -42,7 +47,8 @@ class Op(Interval, kw_only=True, eq=False):
 
     With ``is_module`` too it is the forward of an ``nn.Module``, which only a trace with Python stacks holds.
 
-    ``raw_args`` is the event's JSON, decoded when asked for: most events of a large trace never are.
+    ``raw_args`` is what the event's JSON says of the inputs, decoded when asked for: most events of a large trace never
+    are. Ops with the same inputs share it.
     """
 
     is_annotation: bool = False
@@ -50,7 +56,7 @@ class Op(Interval, kw_only=True, eq=False):
     raw_args: bytes = b"{}"
     parent: Op | None = None
     children_ns: int = 0
-    children: list[Op] = []
+    children: Sequence[Op] = ()
 
     @property
     def self_ns(self) -> int:
@@ -66,14 +72,13 @@ class Op(Interval, kw_only=True, eq=False):
 
     @property
     def args(self) -> dict[str, Any]:
-        """The event's args; empty where they are not an object."""
-        return decode_args(self.raw_args)
+        """What ``raw_args`` holds, shared with other ops: not to be changed. Empty where it is not an object."""
+        return _decoded(self.raw_args)
 
     @property
     def arguments(self) -> tuple[list[list[int]] | None, list[str], list[str]]:
         """Shapes, dtypes and values as below, decoded once."""
-        args = self.args
-        return _shapes(args), _texts(args, "Input type"), _texts(args, "Concrete Inputs")
+        return read_arguments(self.raw_args)
 
     @property
     def shapes(self) -> list[list[int]] | None:
@@ -106,7 +111,7 @@ class RuntimeCall(Interval, kw_only=True, eq=False):
     @property
     def launches(self) -> bool:
         """Whether it starts work on the device (no list of names: new launch functions keep appearing)."""
-        return "aunch" in self.name or "emcpy" in self.name or "emset" in self.name
+        return launches(self.name)
 
 
 class DeviceEvent(Interval, kw_only=True, eq=False):
@@ -191,6 +196,10 @@ class Trace:
     meta: dict[str, str | int | float] = field(default_factory=dict)
     has_environment: bool = False
 
+    def events(self) -> Iterator[Interval]:
+        """Everything that has a time."""
+        return chain(self.ops, self.modules, self.runtime_calls, self.device_events)
+
     @property
     def annotations(self) -> list[Op]:
         """The record_function scopes."""
@@ -238,13 +247,30 @@ class Trace:
         return self.devices[0] if len(self.devices) == 1 else None
 
 
+def read_arguments(raw_args: bytes) -> tuple[list[list[int]] | None, list[str], list[str]]:
+    """Shapes, dtypes and values of an op with these args."""
+    args = _decoded(raw_args)
+    return _shapes(args), _texts(args, "Input type"), _texts(args, "Concrete Inputs")
+
+
+def launches(name: str) -> bool:
+    """Whether a runtime call of this name starts work on the device."""
+    return "aunch" in name or "emcpy" in name or "emset" in name
+
+
 def decode_args(raw: bytes) -> dict[str, Any]:
-    """An event's args as a dict; empty where they are missing or no object."""
+    """An event's args as a dict, broken text mended; empty where they are missing or no object."""
     try:
         found = msgspec.json.decode(raw) if raw else {}
     except (msgspec.DecodeError, RecursionError):
-        return {}
+        try:
+            found = finite(json.loads(raw.decode("utf-8", "replace"), strict=False))
+        except (ValueError, RecursionError):
+            return {}
     return found if isinstance(found, dict) else {}
+
+
+_decoded = functools.lru_cache(maxsize=4096)(decode_args)
 
 
 def _shapes(args: dict[str, Any]) -> list[list[int]] | None:
