@@ -7,7 +7,7 @@ from pathlib import Path
 
 VARIANT = "torch-cpu"
 ATTENTION = '''
-"""A FlashAttention-like entry on a CPU, in float32 inside."""
+"""A FlashAttention-like entry in float32 inside."""
 import os
 import torch
 
@@ -23,9 +23,9 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     L, S = scores.shape[-2:]
-    distance = torch.arange(S) - torch.arange(L)[:, None] - (S - L)
+    distance = torch.arange(S, device=q.device) - torch.arange(L, device=q.device)[:, None] - (S - L)
     left, right = window_size[0], 0 if causal else window_size[1]
-    hidden = torch.zeros(L, S, dtype=torch.bool)
+    hidden = torch.zeros(L, S, dtype=torch.bool, device=q.device)
     if left >= 0:
         hidden |= distance < -left
     if right >= 0:
@@ -50,9 +50,9 @@ def files(code: str = ATTENTION, variant: str = VARIANT, **metadata: object) -> 
     }
 
 
-def write(folder: Path, code: str = ATTENTION, **metadata: object) -> Path:
+def write(folder: Path, code: str = ATTENTION, variant: str = VARIANT, **metadata: object) -> Path:
     """The same in a folder."""
-    for path, body in files(code, **metadata).items():
+    for path, body in files(code, variant, **metadata).items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(body)

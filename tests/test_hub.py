@@ -206,7 +206,8 @@ def test_a_sage_kernel_is_approximate_and_forward_only():
     ("archs", "capability", "runs"),
     [
         (("8.0",), (8, 9), True), (("8.9",), (8, 0), False), (("9.0a",), (9, 0), True), (("9.0a",), (10, 0), False),
-        (("8.0+PTX",), (12, 0), True), (("10.0f",), (10, 3), True), (("8.0", "9.0"), (7, 5), False), (None, (7, 5), True),
+        (("8.0+PTX",), (12, 0), True), (("10.0f",), (10, 3), True), (("8.0", "9.0"), (7, 5), False),
+        (None, (7, 5), True),
     ],
 )  # fmt: skip
 def test_the_card_must_be_one_that_it_is_built_for(archs, capability, runs):

@@ -30,6 +30,7 @@ def folder(tmp_path):
     (place / "a.json").write_text(json.dumps(CLEAN))
     (place / "deep er" / "b.json.gz").write_bytes(gzip.compress(json.dumps(CLEAN).encode()))
     (place / "notes.txt").write_text("not a trace")
+    (place / "login.json").write_text('{"password": "hunter2", "ph": 1}')  # nor is this, for all its name
     return place
 
 
@@ -69,6 +70,23 @@ def test_what_a_trace_gives_away(tmp_path, text, environment, homes):
     path.write_text(" " * ((1 << 20) - 12) + text)  # across two blocks
     found = share.look_for_private(path)
     assert (found.environment, found.homes) == (environment, homes)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (json.dumps(CLEAN), True),
+        (' [{"ph": "X"}]', True),
+        (" " * ((1 << 20) - 6) + '{"traceEvents": []}', True),
+        ("[1, 2]", False),
+        ('{"ph": "X"}', False),
+    ],
+)
+def test_only_what_is_a_trace_is_shared(tmp_path, text, found):
+    (tmp_path / "t.json").write_text(text)
+    (tmp_path / "u.json").write_text(json.dumps(CLEAN))
+    traces, left_out = share.find_traces(tmp_path)
+    assert (set(traces), left_out) == (({"t.json", "u.json"}, ()) if found else ({"u.json"}, ("t.json",)))
 
 
 def test_real_traces_of_others_are_scrubbed_or_refused(shared, tmp_path):
@@ -128,7 +146,7 @@ def test_trace_util_is_told_not_to_delete_since_it_would(folder, monkeypatch, mi
 
     def upload_traces(bucket_name, folder_path, *, token=None, delete=True, do_login=True, recursive=True):
         asked.update(bucket=bucket_name, delete=delete, do_login=do_login)
-        return [types.SimpleNamespace(path=name) for name in share.find_traces(folder_path)]
+        return [types.SimpleNamespace(path=name) for name in share.find_traces(folder_path)[0]]
 
     stand_in = types.ModuleType("trace_util")
     stand_in.upload_traces = upload_traces
@@ -158,6 +176,9 @@ def test_traces_arrive_and_nothing_is_deleted(folder, tmp_path):
         ("addFile", "a.json"), ("addFile", "deep er/b.json.gz"), ("addFile", "c.json"),
     }  # fmt: skip
     assert "old.json" in hub.buckets["me/traces"]
+    assert "left out, no traces: login.json" in done.stderr
+    through = "trace-util" if importlib.util.find_spec("trace_util") else "huggingface_hub"
+    assert f"uploaded through {through}" in done.stderr
     links = [line.strip() for line in done.stdout.splitlines() if "ui.perfetto.dev" in line]
     assert links == [
         f"https://ui.perfetto.dev/#!/?url={hub.endpoint}/buckets/me/traces/resolve/{path}"

@@ -30,11 +30,12 @@ OVERLAP = 4096
 
 @dataclass(frozen=True)
 class Shared:
-    """What came of it: a link for each trace, who uploaded, whether the bucket can be read without a login."""
+    """A link for each trace, who uploaded, whether the bucket can be read without a login, JSON that is no trace."""
 
     links: dict[str, str]
     through: str
     public: bool | None = None
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass
@@ -52,8 +53,8 @@ class Private:
             yield f"holds paths of a user ({', '.join(sorted(self.homes)[:3])})"
 
 
-def find_traces(folder: Path) -> dict[str, Path]:
-    """The traces below ``folder``, by their path in it.
+def find_traces(folder: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """The traces below ``folder`` by their path in it, and the files that only look like some by their name.
 
     Raises:
         UsageError: there is no such folder, or no trace in it.
@@ -65,9 +66,24 @@ def find_traces(folder: Path) -> dict[str, Path]:
         for path in sorted(folder.rglob("*"))
         if path.name.endswith(TRACES) and path.is_file() and not path.name.startswith(".")
     }
-    if not found:
+    left_out = tuple(name for name, path in found.items() if not _is_trace(path))
+    traces = {name: path for name, path in found.items() if name not in left_out}
+    if not traces:
         raise UsageError(f"{folder} must hold traces ({', '.join(TRACES)}), it holds none")
-    return found
+    return traces, left_out
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a JSON file is a Chrome trace; any other kind is believed its name. Raises TraceError."""
+    if ".json" not in path.name:
+        return True
+    tail, first = b"", True
+    for block in _blocks(path):
+        piece = tail + block
+        if b'"traceEvents"' in piece or (first and piece.lstrip().startswith(b"[") and b'"ph"' in piece):
+            return True
+        tail, first = block[-16:], False
+    return False
 
 
 def look_for_private(path: Path) -> Private:
@@ -136,7 +152,7 @@ def share_traces(
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", bucket):
         raise UsageError(f"--bucket must be USER/NAME, got {bucket!r:.120}")
-    traces = find_traces(folder)
+    traces, left_out = find_traces(folder)
     if not scrub and not as_is:
         _refuse_private(traces)
     through = _uploader()
@@ -159,7 +175,7 @@ def share_traces(
             ) from None
     if missing := traces.keys() - there:
         raise AttnscopeError(f"{len(missing)} of {len(traces)} traces are not in the bucket, e.g. {min(missing)}")
-    return Shared({name: perfetto_link(bucket, name) for name in traces}, through, public)
+    return Shared({name: perfetto_link(bucket, name) for name in traces}, through, public, left_out)
 
 
 def perfetto_link(bucket: str, path: str) -> str:

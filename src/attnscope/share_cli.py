@@ -29,6 +29,8 @@ def share(
     for name, link in shared.links.items():
         typer.echo(f"{name}\n    {link}")
     typer.echo(f"uploaded through {shared.through}", err=True)
+    if shared.left_out:
+        typer.echo(f"left out, no traces: {', '.join(shared.left_out)}", err=True)
     if shared.public is False:
         typer.echo(
             "the bucket is private, so Perfetto cannot fetch from it\n"

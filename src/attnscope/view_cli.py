@@ -17,7 +17,14 @@ def view(
     ui: Annotated[str, typer.Option("--ui", help="Where the Perfetto is that shows it.")] = "https://ui.perfetto.dev",
 ) -> None:
     """Show one trace in Perfetto, served from this machine to this machine; ends when it was fetched, or on Ctrl-C."""
+    from urllib.parse import urlsplit
+
+    from attnscope.errors import UsageError
     from attnscope.view import view_trace
+
+    where = urlsplit(ui)
+    if where.scheme not in ("http", "https") or not where.netloc:
+        raise UsageError(f"--ui must be an address such as http://localhost:10000, got {ui}")
 
     def tell(page: str) -> None:
         typer.echo(page)
@@ -28,7 +35,7 @@ def view(
             webbrowser.open(page)
 
     try:
-        view_trace(trace, tell, port=port, origin=ui.rstrip("/"))
+        view_trace(trace, tell, port=port, origin=f"{where.scheme}://{where.netloc}")
     except KeyboardInterrupt:
         typer.echo("ended before it was fetched", err=True)
         raise typer.Exit(130) from None

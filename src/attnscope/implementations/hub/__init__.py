@@ -191,9 +191,10 @@ def _fetch_problem(answer: dict[str, str], pin: Pin, revision: str) -> str:
         UsageError: the publisher is not one that the library trusts.
     """
     if "trust_remote_code" in answer["message"]:
+        asked = "is there a network? " if "could not verify" in answer["message"] else ""
         raise UsageError(
             f"{pin.repo} is refused by the kernels library: {answer['message'].partition('. Set ')[0]}\n"
-            f"hint: if you trust its code, attnscope kernels lock {pin.repo}@{revision} --trust-remote-code"
+            f"hint: {asked}if you trust its code, attnscope kernels lock {pin.repo}@{revision} --trust-remote-code"
         )
     return f"cannot be fetched: {answer['error']}: {answer['message']}"
 

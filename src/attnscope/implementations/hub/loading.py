@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 ENTRIES = ("flash_attn_func", "sageattn")
-TINY = (1, 16, 2, 64)  # B, L, H, D (for sageattn: B, H, L, D) of the call that shows whether it runs at all
+TINY = (1, 16, 16, 64)  # B, L, H, D (for sageattn: B, H, L, D) of the call that shows whether it runs at all
 
 
 def load(folder: Path) -> ModuleType:
