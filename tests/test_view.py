@@ -100,14 +100,14 @@ def test_whatever_else_is_asked_neither_gives_a_file_nor_ends_it(trace, method, 
 
 
 def test_a_reader_that_goes_away_may_come_again(trace):
-    trace.write_bytes(bytes(64 << 20))
+    trace.write_bytes(bytes(24 << 20))
     with viewing(trace) as page:
         there = urlsplit(page.partition("?url=")[2])
         with socket.create_connection(("127.0.0.1", there.port)) as connection:
             host = f"127.0.0.1:{there.port}"
             connection.sendall(f"GET {there.path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             connection.recv(100)
-        assert len(ask(there.port, "GET", there.path)[2]) == 64 << 20
+        assert len(ask(there.port, "GET", there.path)[2]) == 24 << 20
 
 
 def test_two_readers_at_once_get_both_the_whole(trace):

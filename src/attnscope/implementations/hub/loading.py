@@ -20,6 +20,7 @@ TINY = (1, 16, 16, 64)  # B, L, H, D (for sageattn: B, H, L, D) of the call that
 def load(folder: Path) -> ModuleType:
     """The kernel's module, through the library; byte code that lies beside it is neither read nor written."""
     import kernels
+    import torch  # noqa: F401  with its own byte code: compiling it anew takes many seconds
 
     with _own_byte_code():
         return kernels.get_local_kernel(folder)
