@@ -39,7 +39,7 @@ from guide_blocks import Source, cell, origin
 from guide_blocks import table as markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-ELSEWHERE = ("checking", "ladder")  # blocks that other commands write
+ELSEWHERE = ("checking", "ladder", "savings")  # blocks that other commands write
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
 INK = "#7d8590"  # reads on white and on black: the pictures' ground is transparent
 OURS_COLOR, RIVAL_COLOR, ARTICLE_COLOR = "#d1701f", "#3b78b5", "#b8bec6"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnscope import ladder_views as views
-from attnscope.implementations.cuda_ladder import RUNGS
+from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, RUNGS
 from attnscope.ladder import SOFTMAX_PARTS, LadderRow, LadderRun
 from attnscope.units import format_bytes, format_ms, format_number
 
@@ -38,7 +38,7 @@ def load(root: Path) -> dict[str, LadderRun]:
 
 def registered_only(run: LadderRun) -> LadderRun:
     """Without the variants that only settle claims."""
-    known = {rung.rung for rung in RUNGS[run.direction]}
+    known = {rung.rung for rung in (*RUNGS[run.direction], *LIBRARY_RUNGS[run.direction])}
     return replace(run, rows=tuple(row for row in run.rows if row.rung in known))
 
 
@@ -128,7 +128,10 @@ def _last_step(both: dict[str, Best]) -> str | None:
 
 def _blocks(both: dict[str, Best]) -> str | None:
     told = [
-        f"{way}: " + ", ".join(f"`{rung}` {row.block_size}" for rung, row in both[way].items() if "_" not in rung)
+        f"{way}: "
+        + ", ".join(
+            f"`{rung}` {row.block_size}" for rung, row in both[way].items() if row.block_size and "_" not in rung
+        )
         for way in DIRECTIONS
         if both[way]
     ]

@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnscope import cli, implementation, pacing, records
+from attnscope import cli, implementation, pacing, records, why_record
 from attnscope.device import Device, Environment
 from attnscope.explaining.rules import RULES
 from attnscope.implementation import FEATURE_SENTENCES, FEATURES, Implementation, Sheet
 from attnscope.reporting.words import COLUMNS, TERM_PHRASES
+from attnscope.rulebook import VERIFIED, Rulebook
+from attnscope.sdpa_faults import FAULTS
+from attnscope.sdpa_rules import REFUSALS
 from attnscope.spelling import EXAMPLES
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, SUITES
 from attnscope.units import DTYPE_BYTES
@@ -44,7 +47,7 @@ WORDS = {
     "bias": "an additive bias of a dtype and a shape, which gets a gradient",
     "lengths": "how many keys of each batch entry are real",
     "packed": "sequences laid end to end; B, L and S follow",
-    "dropout": "a given dropout mask of this probability",
+    "dropout": "dropout of this probability, by a given mask or drawn by the implementation",
     "layout": "strides in memory: `bhld`, `blhd`, or `qkv` (three views of one packed buffer)",
 }
 
@@ -73,7 +76,10 @@ def implementations_page() -> Iterator[str]:
     yield "# Implementations\n\n" + WRITTEN_BY
     yield (
         "What each sheet claims; every claim is tested. What a sheet does not claim is refused with a reason, and "
-        "PyTorch or the card may refuse more: `attnscope list` says what runs on this machine."
+        "PyTorch, a library or the card may refuse more: `attnscope list` says what runs on this machine. A feature "
+        "that has no backward says `forward`; dropout that an implementation draws itself says `drawn`, `yes` follows "
+        "a given mask; `bias_gradient` is a gradient of the bias. Under `in torch.compile`, "
+        "`compiled` means that it compiles itself, `traceable` that `torch.compile(fullgraph=True)` may run through it."
     )
     for title, names in (("all", [n for n in known if n not in ladder]), ("ladder", [n for n in known if n in ladder])):
         chosen = [implementation.find(name) for name in names]
@@ -84,7 +90,10 @@ def implementations_page() -> Iterator[str]:
             yield feature_table(chosen)
 
 
-SHEET_COLUMNS = ("directions", "dtypes", "scores in", "devices", "layouts", "lse", "same result twice")
+SHEET_COLUMNS = (
+    "directions", "dtypes", "scores in", "head dims", "devices", "packages", "layouts", "lse", "same result twice",
+    "in torch.compile", "CUDA graph",
+)  # fmt: skip
 
 
 def sheet_row(name: str, sheet: Sheet) -> Sequence[str]:
@@ -99,15 +108,33 @@ def sheet_row(name: str, sheet: Sheet) -> Sequence[str]:
     least = f" from compute capability {'.'.join(map(str, sheet.min_capability))} on" if sheet.min_capability else ""
     return (
         f"`{name}`", ", ".join(sorted(sheet.directions, reverse=True)), ", ".join(sorted(sheet.dtypes)), scores,
-        ", ".join(sorted(sheet.devices)) + least, ", ".join(sorted(sheet.layouts)), yes(sheet.lse),
-        yes(sheet.deterministic),
+        sheet.head_dims(), ", ".join(sorted(sheet.devices)) + least, ", ".join(map(shown_package, sheet.packages)),
+        ", ".join(sorted(sheet.layouts)), yes(sheet.lse), yes(sheet.deterministic), sheet.torch_compile(),
+        yes(sheet.cuda_graph and "cuda" in sheet.devices),
     )  # fmt: skip
+
+
+def shown_package(requirement: str) -> str:
+    return f"`{requirement.partition(' as ')[0]}`"
+
+
+def feature_cell(sheet: Sheet, word: str) -> str:
+    """`yes`, `forward` where there is no backward with it, else empty."""
+    if word == "bias_gradient":
+        return yes("bias" in sheet.features - sheet.forward_only and "backward" in sheet.directions)
+    if word == "dropout" and sheet.draws_dropout:
+        return "drawn"
+    if word not in sheet.features:
+        return ""
+    return "forward" if word in sheet.forward_only else "yes"
 
 
 def feature_table(chosen: Sequence[Implementation]) -> str:
     """Implementations down, features across; a feature that none has is told below."""
     words = [word for word in FEATURES if any(word in one.sheet.features for one in chosen)]
-    body = [(f"`{one.name}`", *(yes(word in one.sheet.features) for word in words)) for one in chosen]
+    if "bias" in words:
+        words.insert(words.index("bias") + 1, "bias_gradient")
+    body = [(f"`{one.name}`", *(feature_cell(one.sheet, word) for word in words)) for one in chosen]
     missing = [FEATURE_SENTENCES[word] for word in FEATURES if word not in words]
     told = f"\n\nNone takes {', '.join(missing)}." if missing else ""
     return table(("implementation", *words), body) + told
@@ -180,12 +207,50 @@ def records_page() -> Iterator[str]:
         yield table(("field", "type", "default"), [field_row(field) for field in dataclasses.fields(record)])
 
 
+def why_page() -> Iterator[str]:
+    """The rules that ``attnscope why`` reads, and its record."""
+    yield "# Why: rules and record\n\n" + WRITTEN_BY
+    yield (
+        "`attnscope why` and `attnscope.why` ask PyTorch which implementation it takes, and tell these rules' reasons "
+        "against the others ([how to use it](../guide/why.md)). A rule was held against the wheels of the torch "
+        f"releases it names, {', '.join(VERIFIED)} unless it says otherwise; with another torch, or on ROCm, what it "
+        "says is marked unverified."
+    )
+    yield "## What is refused"
+    yield rule_table(REFUSALS)
+    yield "## What goes wrong where it is taken\n\nTold as `careful`, beside an implementation that PyTorch accepts."
+    yield rule_table(FAULTS)
+    yield "## Record"
+    yield (
+        f"`--json` prints one document with `schema_version` {records.SCHEMA_VERSION} and `calls`, each a `Why`; "
+        "`attnscope.why` returns the same record."
+    )
+    for record in (why_record.Why, why_record.Considered, why_record.Reason):
+        yield f"### {record.__name__}"
+        yield paragraphs(inspect.getdoc(record) or "")
+        yield table(("field", "type", "default"), [field_row(field) for field in dataclasses.fields(record)])
+
+
+def rule_table(book: Rulebook) -> str:
+    """One line a rule."""
+    rows = []
+    for rule in book.rules:
+        where = [
+            f"{', '.join(names)} on a {place}" for place, names in (("GPU", rule.cuda), ("CPU", rule.cpu)) if names
+        ]
+        since = f"; since torch {'.'.join(map(str, rule.since))}" if rule.since > (2, 10) else ""
+        verified = "" if rule.verified == VERIFIED else ", ".join(rule.verified) or "none: read, not seen"
+        rows.append((f"`{rule.id}`", "; ".join(where) + since, first_paragraph(rule.find), verified, rule.source or ""))
+    return table(("rule", "looks at", "what it says", "verified with", "source"), rows)
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "cli.md": cli_page,
     "implementations.md": implementations_page,
     "workloads.md": workloads_page,
     "report.md": report_page,
     "records.md": records_page,
+    "why.md": why_page,
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnscope.checking import check_implementation
 from attnscope.device import Device, find_device
 from attnscope.implementation import (
     FEATURE_SENTENCES,
@@ -95,6 +96,7 @@ FEATURE_CASES = {
     "packed": "H2,D32,packed=40/25",
     "dropout": "B1,H2,L65,D32,dropout=0.3",
 }
+COMPILED = {name for name in names("all") if find(name).sheet.compiled}
 COMPILED_CASES = {"B2,H4,L65,D32,fp32,causal", CASES[-1]}
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,10 +105,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def cases_of(workloads: list[str]) -> list[object]:
     """(name, workload) pairs; a compiler is slow, so it gets a few."""
     return [
-        pytest.param(name, text, marks=pytest.mark.slow if name == "naive_compiled" else ())
+        pytest.param(name, text, marks=pytest.mark.slow if name in COMPILED else ())
         for name in names("all")
         for text in workloads
-        if name != "naive_compiled" or text in COMPILED_CASES
+        if name not in COMPILED or text in COMPILED_CASES
     ]
 
 
@@ -126,12 +128,18 @@ def test_implementation_on_workload(name: str, text: str, device: Device) -> Non
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("name", [name for name in names("all") if name != "naive_compiled"])
+@pytest.mark.parametrize("name", [name for name in names("all") if name not in COMPILED])
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_feature_claimed_runs_and_feature_not_claimed_is_refused(name: str, feature: str, device: Device) -> None:
     implementation = find(name)
     workload = feature_workload(implementation, feature)
     assert workload.features == {feature}
+    if feature == "dropout" and implementation.sheet.draws_dropout:
+        skip_with_reasons(implementation, workload, device)
+        directions = [d for d in DIRECTIONS if not implementation.reasons_unsupported(workload, device, d)]
+        result = check_implementation(implementation, workload, device, directions=directions, quick=True)
+        assert result.passed, result.message
+        return
     if feature not in implementation.sheet.features:
         for direction in DIRECTIONS:
             reasons = implementation.reasons_unsupported(workload, device, direction)
@@ -229,6 +237,8 @@ def problem(workload: Workload, device: Device) -> tuple[Inputs, Attention]:
 def run_case(implementation: Implementation, inputs: Inputs, truth: Attention, device: Device) -> None:
     """Both directions against float64, with what the contract promises of shapes, dtypes, inputs and repetition."""
     workload = inputs.workload
+    if workload.dropout and implementation.sheet.draws_dropout:
+        pytest.skip("it draws its own dropout, which is checked by statistics")
     before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
     prepared = implementation.prepare(workload, device)
     output = prepared.forward(inputs)

@@ -246,6 +246,8 @@ def test_locking_keeps_what_the_hub_lists_and_fetches_no_file(monkeypatch):
         assert trust.read_lock() == {}
         assert trust.lock_kernel("org/small@1") == COMMIT
         assert trust.lock_kernel("org/small@main", moving=True, trust_remote_code=True) == COMMIT
+    with pytest.raises(UsageError, match="the hub did not list org/small: ConnectError"):
+        trust.lock_kernel("org/small@1")
     assert not [path for _, path, _ in endpoint.requests if "/resolve/" in path]
     entries = trust.read_lock()
     assert {name: entry["trust_remote_code"] for name, entry in entries.items()} == {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnscope.device import Device, find_device
 from attnscope.errors import PrepareFailed
 from attnscope.implementation import find
-from attnscope.implementations import naive, sdpa
+from attnscope.implementations import common, naive, sdpa
 from attnscope.implementations.common import PerInputs, fused_implementation, may_hide_whole_rows
 from attnscope.inputs import make_inputs
 from attnscope.workload import Workload
@@ -119,8 +119,8 @@ def test_rows_without_keys_are_foreseen(
 def test_a_missing_compiler_is_a_reason(
     device: Device, has: set[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(naive.shutil, "which", lambda name: None if "which" in has else f"/{name}")
-    monkeypatch.setattr(naive, "find_spec", lambda name: None if "find_spec" in has else object())
+    monkeypatch.setattr(common.shutil, "which", lambda name: None if "which" in has else f"/{name}")
+    monkeypatch.setattr(common, "find_spec", lambda name: None if "find_spec" in has else object())
     assert any(found.startswith(reason) for found in reasons("naive_compiled", str(BLOG), device))
 
 
@@ -277,11 +277,12 @@ def test_reasons_on_old_cards() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["sdpa_math", "sdpa_flash", "sdpa_auto"])
-def test_dropout_is_refused_with_its_cause(name: str) -> None:
-    assert "its dropout draws its own random numbers, so it cannot follow a given mask" in reasons(
-        name, "B1,H2,L8,D16,fp32,dropout=0.5", CPU
-    )
+def test_dropout_is_drawn_where_the_kernel_draws_any() -> None:
+    text = "B1,H2,L8,D16,fp32,dropout=0.5"
+    assert reasons("sdpa_math", text, CPU) == reasons("sdpa_auto", text, CPU) == []
+    (flash,) = reasons("sdpa_flash", text, CPU)
+    assert flash.endswith("does not take dropout here")
+    assert "does not support a given dropout mask" in reasons("sdpa_cudnn", text)
 
 
 def test_cudnn_is_refused_where_only_deterministic_algorithms_may_run() -> None:

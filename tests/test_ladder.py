@@ -226,7 +226,8 @@ def test_tf32_is_put_back():
 
 def test_rungs_are_selected_in_order():
     assert [rung.rung for rung in ladder.find_rungs("backward", "v8,v1,backward_v2")] == ["v1", "v2", "v8"]
-    assert len(ladder.find_rungs("forward", None)) == len(RUNGS["forward"])
+    last = [rung.rung for rung in cuda_ladder.LIBRARY_RUNGS["forward"]]
+    assert [rung.rung for rung in ladder.find_rungs("forward", None)] == [*(r.rung for r in RUNGS["forward"]), *last]
     with pytest.raises(UnknownName, match="did you mean"):
         ladder.find_rungs("forward", "v7_mmma")
     with pytest.raises(UsageError, match="forward or backward"):
@@ -244,6 +245,18 @@ def test_claims_bring_variants():
 def test_block_sizes_must_be_powers_of_two(text):
     with pytest.raises(UsageError, match="block sizes must be among"):
         ladder.parse_block_sizes(text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_vectors_cannot_read_is_copied(dtype):
+    fits = torch.zeros(2, 3, 4, 8, dtype=dtype)
+    assert common.vector_aligned(fits) is fits
+    buffer = torch.arange(2 * 3 * 4 * 8 + 1, dtype=torch.float32).to(dtype)
+    crooked = buffer[1:].view(2, 3, 4, 8)  # contiguous, at an address that is no multiple of 16
+    padded = torch.zeros(2, 3, 4, 9, dtype=dtype)[..., :8]
+    for tensor in (crooked, padded, fits.transpose(2, 3)[..., :4]):
+        ready = common.vector_aligned(tensor)
+        assert ready.data_ptr() % 16 == 0 and ready.is_contiguous() and torch.equal(ready, tensor)
 
 
 def test_softmax_bytes_count_the_visible_triangle():
@@ -413,10 +426,9 @@ class TestCommand:
         assert done.exit_code == 0 and re.search(r"forward_v4\s+softmax_one_warp_a_row\s+\d+\s+0 B", done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("direction", "rungs"), [("forward", "v4,v8_async"), ("backward", "v7,v9_fused")])
-def test_a_whole_run_on_the_emulator(emulated, monkeypatch, direction, rungs):
-    """Checks, times and parts come together; only the numbers mean nothing."""
+@pytest.fixture
+def emulated_card(emulated, monkeypatch):
+    """``run_ladder`` takes the emulator for a card; only the numbers mean nothing."""
     from attnscope import implementation, inputs, limits, timers
 
     card = Limits("emulated", {"tf32": 1.0, "fp32": 1.0, "bf16": 1.0}, read_gb_per_s=10.0, copy_gb_per_s=10.0)
@@ -425,6 +437,31 @@ def test_a_whole_run_on_the_emulator(emulated, monkeypatch, direction, rungs):
     monkeypatch.setattr(implementation, "missing_package", lambda requirement: None)
     monkeypatch.setattr(limits, "measure_limits", lambda device, options: card)
     monkeypatch.setattr(timers, "make_timer", lambda device: timers.CpuTimer(2**20))
+
+
+@pytest.mark.slow
+def test_a_slow_rung_is_called_few_times(emulated_card, monkeypatch):
+    monkeypatch.setattr(ladder, "SLOW_MS", 0.0)
+    monkeypatch.setattr(ladder, "VERY_SLOW_S", 0.0)
+    calls = []
+    real = cuda_ladder.ForwardV4.prepare
+
+    def prepare(self, *arguments, **options):
+        prepared = real(self, *arguments, **options)
+        forward = prepared.forward
+        prepared.forward = lambda *a, **o: calls.append(1) or forward(*a, **o)
+        return prepared
+
+    monkeypatch.setattr(cuda_ladder.ForwardV4, "prepare", prepare)
+    (row,) = ladder.run_ladder("forward", rungs="v4", workload="B1,H1,L9,D16,fp32,causal,layout=qkv", quick=True).rows
+    assert row.passed and row.timing.samples == ladder.SLOW_SAMPLES and "slow" in row.note
+    assert len(calls) <= 6, "the article's first rung takes seconds a call"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("direction", "rungs"), [("forward", "v4,v8_async"), ("backward", "v7,v9_fused")])
+def test_a_whole_run_on_the_emulator(emulated_card, direction, rungs):
+    """Checks, times and parts come together."""
     run = ladder.run_ladder(
         direction, rungs=rungs, block_sizes="64,128", workload="B1,H2,L33,D32,fp32,causal,layout=qkv", quick=True
     )

@@ -21,9 +21,14 @@ MODULES = sorted(
 )
 BASE = {"errors", "units", "device", "records"}  # everyone may import these
 NEVER_TORCH = ("trace", "explaining", "reporting")
-HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "IPython", "numpy"}
+HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "cudnn", "IPython", "numpy"}
+SHARED = {"common", "library", "heads_last"}  # what implementations share
 # A record shows itself in a notebook and on a terminal; the views are imported when it does.
-EXCEPTIONS = {("attnscope.records", "attnscope.reporting.notebook"), ("attnscope.records", "attnscope.reporting.text")}
+EXCEPTIONS = {
+    ("attnscope.records", "attnscope.reporting.notebook"),
+    ("attnscope.records", "attnscope.reporting.text"),
+    ("attnscope.why_record", "attnscope.reporting.why_views"),
+}
 
 
 def path_of(module: str) -> Path:
@@ -100,7 +105,7 @@ def test_traces_explanations_and_reports_need_neither_torch_nor_an_implementatio
 def implementation_family(module: str) -> str | None:
     """The file or folder under implementations/ that a module belongs to; None for what they share."""
     parts = module.split(".")
-    if parts[1:2] != ["implementations"] or len(parts) < 3 or parts[2] == "common":
+    if parts[1:2] != ["implementations"] or len(parts) < 3 or parts[2] in SHARED:
         return None
     return parts[2]
 
@@ -110,7 +115,8 @@ def test_implementations_import_the_contract_and_nothing_from_each_other(module)
     family = implementation_family(module)
     others = {name for name in ours(module) if implementation_family(name) not in (None, family)}
     assert not others, f"{module} imports {others}"
-    allowed = {"attnscope.implementation", "attnscope.implementations.common", "attnscope.cuda"}
+    tools = {"attnscope.cuda", "attnscope.cudnn", "attnscope.cudnn_plans"}
+    allowed = {"attnscope.implementation", *tools, *(f"attnscope.implementations.{name}" for name in SHARED)}
     odd = {name for name in ours(module) if stage_of(name) == 2 and not implementation_family(name)} - allowed
     assert not odd, f"{module} imports {odd}"
 

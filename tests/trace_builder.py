@@ -17,7 +17,8 @@ H200 = {
 }  # fmt: skip
 A100 = H200 | {"name": "NVIDIA A100-SXM4-80GB", "computeMajor": 8, "numSms": 108, "sharedMemPerBlockOptin": 166912,
                "sharedMemPerMultiprocessor": 167936}  # fmt: skip
-TORCH_DTYPES = {"bf16": "c10::BFloat16", "fp16": "c10::Half", "fp32": "float", "bool": "bool"}
+TORCH_DTYPES = {"bf16": "c10::BFloat16", "fp16": "c10::Half", "fp32": "float", "bool": "bool",
+                "fp64": "double", "int64": "long int"}  # fmt: skip
 
 NVJET = "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT"
 S16816 = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn"

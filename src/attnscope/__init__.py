@@ -18,6 +18,8 @@ _HOMES = {
     "measure": "attnscope.comparing",
     "profile": "attnscope.comparing",
     "read_runs": "attnscope.records",
+    "watch": "attnscope.watching",
+    "why": "attnscope.selecting",
 }
 __all__ = [*_HOMES, "__version__"]
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from attnscope.comparing import check, compare, measure, profile  # noqa: F401
     from attnscope.implementation import register  # noqa: F401
     from attnscope.records import read_runs  # noqa: F401
+    from attnscope.selecting import why  # noqa: F401
+    from attnscope.watching import watch  # noqa: F401
     from attnscope.workload import Workload  # noqa: F401
 
 

@@ -23,6 +23,7 @@ from attnscope.ladder_cli import ladder
 from attnscope.share_cli import share
 from attnscope.terminal import never_fail_to_encode
 from attnscope.view_cli import view
+from attnscope.why_cli import why
 
 if TYPE_CHECKING:
     from attnscope.comparing import Plan, Watcher
@@ -43,6 +44,7 @@ app.command()(explain)
 app.command()(share)
 app.command()(view)
 app.add_typer(kernels_app, name="kernels")
+app.command()(why)
 
 Workloads = Annotated[
     list[str] | None,
@@ -295,7 +297,7 @@ def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
     from attnscope.comparing import execute
     from attnscope.records import write_run
 
-    with _progress() as watcher:
+    with progress() as watcher:
         run = execute(plan, watcher)
     _show(run, json=json, wide=wide, profiles=profiles)
     if plan.out is not None:
@@ -347,7 +349,8 @@ def _fail_usage(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Watcher]:
+def progress() -> Iterator[Watcher]:
+    """A bar on stderr, and the watcher that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -147,14 +147,24 @@ def loaded_library(prefix: str) -> str | None:
 
     Only the last three parts of the path are kept, so that a record never carries a user's home folder.
     """
+    path = loaded_library_path(prefix)
+    return None if path is None else "/".join(path.split("/")[-3:])
+
+
+def loaded_library_path(prefix: str, maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The whole path of the first shared library whose name starts with ``prefix`` that this process has mapped.
+
+    It is read from what the kernel says is mapped, so that a library which shadows another (LD_LIBRARY_PATH) is named.
+    None where there is none, and where the system has no /proc.
+    """
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = maps.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
         path = line.split(maxsplit=5)[-1] if line.count(" ") >= 5 else ""
         if os.path.basename(path).startswith(prefix):
-            return "/".join(path.split("/")[-3:])
+            return path
     return None
 
 

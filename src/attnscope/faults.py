@@ -24,8 +24,8 @@ from attnscope.workload import Workload
 SCHEMA_VERSION = 1
 KNOWN_FAULTS = Path(__file__).with_name("known_faults.toml")
 HEADER = "# Faults that probes looked for, and whether they were there. `attnscope faults --write` writes this file.\n"
-# Compiling takes longer than all other probes together, and its formula is naive's: probed for one fault only.
-SLOW = {"naive_compiled": ("W1",)}
+# Compiling takes longer than all other probes together: what is compiled is probed for one fault only.
+SLOW = {"naive_compiled": ("W1",), "flex": ("W1",)}
 
 
 @dataclass(frozen=True)

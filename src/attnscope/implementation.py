@@ -7,9 +7,11 @@ so that ``attnscope list`` works without torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import pathlib
 import re
 import sys
 from collections.abc import Mapping
@@ -49,6 +51,7 @@ FEATURE_SENTENCES = {
     "packed": "packed sequences",
     "dropout": "a given dropout mask",
 }
+NO_GRADIENT = {"bias": "gives no gradient for the bias"}  # the reason of a feature that ``forward_only`` names
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,13 @@ class Sheet:
     be; ``kernels_absent`` maps it to expressions that must match none.
     ``rounds`` maps a device kind to words of :data:`ROUNDINGS`: where such an implementation errs more than a good
     kernel does, it is graded ``loose``. That ``compute`` is bf16 or fp16 implies ``scores``.
+    ``coarse_tanh`` says that its softcap takes the card's approximate tanh (``tanh.approx``, off by up to 2**-11),
+    which is as coarse as rounding scores: with a softcap it may err as much. ``forward_only`` are features that have
+    no backward: their reason then is of the backward alone. ``compiled`` says that ``prepare`` runs torch.compile,
+    ``traceable`` that a caller's own ``torch.compile(fullgraph=True)`` may run through a forward, ``cuda_graph`` that a
+    forward can be captured.
+    ``draws_dropout`` says that it drops with the workload's probability by random numbers of its own, from torch's
+    generator; the feature ``dropout`` is that it follows the given mask.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
 
@@ -72,11 +82,17 @@ class Sheet:
     layouts: frozenset[str] = frozenset({"bhld", "blhd", "qkv"})
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    head_dim_choices: tuple[int, ...] = ()
     min_capability: tuple[int, int] | None = None
     packages: tuple[str, ...] = ("torch",)
     rounds: Mapping[str, frozenset[str]] = field(default_factory=dict)
     kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels_absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    coarse_tanh: bool = False
+    forward_only: frozenset[str] = frozenset()
+    draws_dropout: bool = False
+    compiled: bool = False
+    traceable: bool = False
     lse: bool = False
     deterministic: bool = False
     materialises_scores: bool = False
@@ -86,7 +102,7 @@ class Sheet:
     ours: bool = False
 
     def __post_init__(self) -> None:
-        unknown = self.features - set(FEATURES)
+        unknown = (self.features | self.forward_only) - set(FEATURES)
         if unknown:
             raise UsageError(
                 f"a sheet's features must be among {', '.join(FEATURES)}, got {', '.join(sorted(unknown))}"
@@ -99,10 +115,23 @@ class Sheet:
         """Precision of scores and sums for inputs of ``dtype``."""
         return self.compute.get(dtype, "fp64" if dtype == "fp64" else "fp32")
 
-    def rounded_too(self, dtype: str, device: Device) -> frozenset[str]:
-        """Words of :data:`ROUNDINGS` that apply to inputs of ``dtype`` on ``device``."""
-        scores = {"scores"} if self.compute_precision(dtype) in ("bf16", "fp16") else set()
+    def rounded_too(self, workload: Workload, device: Device) -> frozenset[str]:
+        """Words of :data:`ROUNDINGS` that apply to ``workload`` on ``device``."""
+        coarse = self.coarse_tanh and workload.softcap is not None
+        scores = {"scores"} if coarse or self.compute_precision(workload.dtype) in ("bf16", "fp16") else set()
         return self.rounds.get(device.kind, frozenset()) | scores
+
+    def head_dims(self) -> str:
+        """``up to 256, multiples of 8``, in words."""
+        if self.head_dim_choices:
+            return ", ".join(map(str, self.head_dim_choices))
+        multiples = f"multiples of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
+        most = f"up to {self.max_head_dim}" if self.max_head_dim is not None else ""
+        return ", ".join(part for part in (most, multiples) if part) or "any"
+
+    def torch_compile(self) -> str:
+        """``compiled`` where it compiles itself, ``traceable`` where a caller may, else empty: not promised."""
+        return "compiled" if self.compiled else "traceable" if self.traceable else ""
 
     def reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         """Every reason, one sentence each, that follows from the sheet alone."""
@@ -117,7 +146,12 @@ class Sheet:
         found += [
             f"does not support {FEATURE_SENTENCES[word]}"
             for word in FEATURES
-            if word in workload.features - self.features
+            if word in workload.features - self.features - ({"dropout"} if self.draws_dropout else set())
+        ]
+        found += [
+            NO_GRADIENT.get(word, f"has no backward with {FEATURE_SENTENCES[word]}")
+            for word in FEATURES
+            if direction == "backward" and word in workload.features & self.forward_only
         ]
         return found + self._head_dim_reasons(workload)
 
@@ -135,6 +169,8 @@ class Sheet:
     def _head_dim_reasons(self, w: Workload) -> list[str]:
         found = []
         for name, size in (("D", w.D), ("D_v", w.D_v)) if w.D != w.D_v else (("D", w.D),):
+            if self.head_dim_choices and size not in self.head_dim_choices:
+                found.append(f"takes {name} of {', '.join(map(str, self.head_dim_choices))}, not {size}")
             if self.max_head_dim is not None and size > self.max_head_dim:
                 found.append(f"takes {name} up to {self.max_head_dim}, not {size}")
             if size % self.head_dim_multiple:
@@ -214,17 +250,41 @@ class SheetImplementation:
 
 
 def missing_package(requirement: str) -> str | None:
-    """A reason where ``name`` or ``name>=version`` is not installed, else None. Never imports the package."""
-    name, _, least = requirement.partition(">=")
+    """A reason where a package is not installed or too old, else None. Never imports it.
+
+    ``requirement`` is ``name``, ``name>=version``, or either followed by `` as module.path``, where the module is not
+    called like the package.
+    """
+    spelled, _, module = requirement.partition(" as ")
+    name, _, least = spelled.partition(">=")
     try:
-        version = importlib.metadata.version(name)
+        version = _installed_version(name)
     except importlib.metadata.PackageNotFoundError:
-        if importlib.util.find_spec(name.replace("-", "_")) is not None and not least:
+        if not least and module_is_there(module or name.replace("-", "_")):
             return None
         return f"package {name} is not installed (pip install {name})"
     if least and _version_key(version) < _version_key(least):
         return f"needs {name} {least} or newer, {version} is installed"
     return None
+
+
+@functools.cache
+def _installed_version(name: str) -> str:
+    """The version that is installed; asked hundreds of times, and each time a file would be read and parsed."""
+    return importlib.metadata.version(name)
+
+
+def module_is_there(name: str) -> bool:
+    """Whether ``package.module`` could be imported as far as its files tell; imports not even the package."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    top, *inner = name.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not inner:
+        return spec is not None
+    path = pathlib.PurePath(*inner)
+    places = [pathlib.Path(place) / path for place in spec.submodule_search_locations or ()]
+    return any(place.is_dir() or any(place.parent.glob(f"{place.name}.*")) for place in places)
 
 
 def _version_key(version: str) -> tuple[int, ...]:

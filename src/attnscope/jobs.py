@@ -173,7 +173,7 @@ def measure(
             contestants.append(_contestant(ask, name, direction, inputs, *first[name]))
         except Exception as error:
             raise MeasureFailed(name, error) from error
-    before = {contestant.name: _tensors(contestant.call()) for contestant in contestants}
+    before = {contestant.name: _seeded(contestant, ask.seed) for contestant in contestants}
     measurements, verdicts = measure_rivals(
         contestants,
         ask.workload,
@@ -186,9 +186,17 @@ def measure(
         warm=(inputs.q,) if ask.workload.L == 1 else (),  # decode: the keys are cold, the query was just made
     )
     for contestant in contestants:
-        if not _same(before[contestant.name], _tensors(contestant.call())):
+        if not _same(before[contestant.name], _seeded(contestant, ask.seed)):
             raise MeasureFailed(contestant.name, CheckFailed("its result is no longer what it was before it was timed"))
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
+
+
+def _seeded(contestant: Contestant, seed: int) -> list[Any]:
+    """Copies of what a call returns; one that draws dropout draws the same one each time."""
+    import torch
+
+    torch.manual_seed(seed)
+    return _tensors(contestant.call())
 
 
 def _tensors(result: Any) -> list[Any]:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 DEFAULT_SUITE = {"forward": "gpt2-forward", "backward": "gpt2-backward"}
-TIMED_S, MIN_SAMPLES, MAX_SAMPLES = 0.15, 5, 50  # of one thing at one block size
+TIMED_S, MIN_SAMPLES, MAX_SAMPLES = 0.08, 5, 50  # of one thing at one block size
 SLOW_MS = 500.0  # a call that takes longer is checked on plain inputs only, and timed at its usual block size only
+VERY_SLOW_S = 3.0  # a first call, which also loads libraries
 SLOW_SAMPLES = 2
 SPIN_US = 300.0
 SOFTMAX_PARTS = ("softmax", "softmax backward")
@@ -52,6 +53,7 @@ class Timing:
 class LadderRow:
     """One rung at one block size. ``timing`` is None where the check failed or the rung cannot run: then ``reasons``.
 
+    ``block_size`` is 0 where a library chooses its own.
     ``softmax_gb_per_s`` counts what the softmax kernel must move: scores read and weights written over the visible
     triangle (backward: two reads, one write); ``softmax_vs_copy`` is that over the measured copy bandwidth.
     ``workspace_bytes`` is what a library's plan asked for beside inputs and outputs; None where there is no such plan.
@@ -124,11 +126,11 @@ def find_rungs(direction: str, selection: str | None, *, claims: bool = False) -
         UnknownName: a name is no rung of that direction.
         UsageError: the direction is neither forward nor backward.
     """
-    from attnscope.implementations.cuda_ladder import RUNGS, claim_variants
+    from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, RUNGS, claim_variants
 
     if direction not in RUNGS:
         raise UsageError(f"direction must be forward or backward, got {direction!r}\nhint: attnscope ladder forward")
-    rungs = [rung() for rung in RUNGS[direction]]
+    rungs = [rung() for rung in (*RUNGS[direction], *LIBRARY_RUNGS[direction])]
     if claims and direction == "backward":
         rungs += claim_variants()
     if selection is None:
@@ -258,11 +260,15 @@ class _Session:
         self, rung: LadderImplementation, problem: Workload, sizes: Sequence[int] | None
     ) -> Iterable[LadderRow]:
         """A rung at each block size; a slow one only at its usual, unless sizes were asked for."""
+        from attnscope.implementations.cuda_ladder import OWN_BLOCK_SIZE
+
         workload = workload_for(rung, problem, self.device)
         reasons = rung.reasons_unsupported(workload, self.device, self.direction)
         if reasons:
             return [LadderRow(rung.rung, rung.name, rung.default_block_size, str(workload), reasons=tuple(reasons))]
         usual = rung.default_block_size
+        if usual == OWN_BLOCK_SIZE:
+            sizes = None
         wanted = [size for size in sizes or rung.block_sizes if size in rung.block_sizes]
         if sizes is None:  # the usual one first: it tells whether the rung is slow
             wanted = [usual, *(size for size in wanted if size != usual)]
@@ -292,8 +298,7 @@ class _Session:
         prepare_s = time.perf_counter() - started
         inputs = make_inputs(workload, self.device)
         whole, parts = self._calls(prepared, inputs)
-        whole()
-        first = self.timer.time_call(whole, SPIN_US).ms
+        first = self._first_ms(whole)
         slow = first > SLOW_MS
         result = check_implementation(
             rung,
@@ -302,6 +307,7 @@ class _Session:
             directions=(self.direction,),
             kinds=("plain",) if slow else ("plain", "needles", "large"),
             quick=True,
+            repeat=not slow,
             prepared=prepared,
             cache=self.cache,
         )
@@ -317,13 +323,21 @@ class _Session:
         }
         if not result.passed:
             return LadderRow(**common, reasons=(f"its check failed: {result.message}",))
-        note = "slow: checked on plain inputs, few samples" if slow else ""
+        note = "slow: checked on plain inputs and not for equal runs, few samples" if slow else ""
         timing = self._time(whole, known_ms=first)
         timed = {name: self._time(call, known_ms=first if slow and name in SOFTMAX_PARTS else None)
                  for name, call in parts.items()}  # fmt: skip
         return LadderRow(
             **common, timing=timing, parts=timed, note=note, **self._against(rung, workload, inputs, timing, timed)
         )
+
+    def _first_ms(self, call: Callable[[], object]) -> float:
+        """How long a call takes, roughly: one that takes seconds is not called again to know it better."""
+        started = time.perf_counter()
+        call()
+        self.timer.synchronize()
+        seconds = time.perf_counter() - started
+        return seconds * 1e3 if seconds > VERY_SLOW_S else self.timer.time_call(call, SPIN_US).ms
 
     def _calls(self, prepared: Any, inputs: Any) -> tuple[Callable[[], object], dict[str, Callable[[], object]]]:
         """The whole operation, and each of its parts on buffers of their own."""

@@ -69,7 +69,7 @@ def render_ladder(run: LadderRun, width: int = 120) -> str:
     console.print(table)
     for row in run.rows:
         if row.reasons:
-            console.print(f"{row.rung}@{row.block_size}: {'; '.join(row.reasons)}", markup=False)
+            console.print(f"{row.rung}{_at_block(row)}: {'; '.join(row.reasons)}", markup=False)
     console.print(_parts_text(best), markup=False)
     console.print(_sentences(run, best), markup=False)
     return console.export_text()
@@ -116,9 +116,10 @@ def draw(runs: Sequence[LadderRun], path: Path) -> None:
         order = list(dict.fromkeys([row.rung for row in run.rows]))
         times = [_ms(best[rung]) if rung in best else None for rung in order]
         bars = [(place, ms) for place, ms in enumerate(times) if ms is not None]
-        axis.bar([place for place, _ in bars], [ms for _, ms in bars], width=0.6, label=f"attnscope, {run.device}")
+        axis.bar([place for place, _ in bars], [ms for _, ms in bars], width=0.85, label=f"attnscope, {run.device}")
         for place, ms in bars:
-            axis.annotate(format_ms(ms), (place, ms), ha="center", va="bottom", fontsize=8)
+            inside = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom", "color": "white"}
+            axis.annotate(format_ms(ms), (place, 0.02), fontsize=7, **inside)
         for article, mark in zip(read_article(run.direction), "ox^sd", strict=False):
             points = [(order.index(rung), ms) for rung, ms in article.best_ms.items() if rung in order]
             label = f"{article.title[:40]}, {article.card}"
@@ -128,7 +129,7 @@ def draw(runs: Sequence[LadderRun], path: Path) -> None:
         axis.set_ylabel("ms a call")
         axis.set_title(f"{run.direction} · {run.workload}", fontsize=9)
         axis.legend(fontsize=7)
-        axis.margins(y=0.15)
+        axis.set_ylim(bottom=min(ms for _, ms in bars) / 4 if bars else None)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
@@ -173,7 +174,7 @@ def _cells(run: LadderRun, best: dict[str, LadderRow], articles: Sequence[Articl
         lines.append(
             [
                 rung,
-                str(row.block_size),
+                str(row.block_size or "its own"),
                 format_ms(_ms(row)),
                 MISSING if before is None else f"{format_number(before / _ms(row))} ×",
                 MISSING if first is None else f"{format_number(_ms(first) / _ms(row))} ×",
@@ -192,7 +193,7 @@ def _parts_text(best: dict[str, LadderRow]) -> str:
     lines = ["parts, each alone and cold (they may add up to more than the whole):"]
     for rung, row in best.items():
         parts = ", ".join(f"{name} {format_ms(timing.time_ms_median)}" for name, timing in row.parts.items())
-        lines.append(f"  {rung}@{row.block_size} ({row.workload}): {parts}")
+        lines.append(f"  {rung}{_at_block(row)} ({row.workload}): {parts}")
     return "\n".join(lines)
 
 
@@ -209,7 +210,9 @@ def _sentences(run: LadderRun, best: dict[str, LadderRow]) -> str:
         lines.append(
             f"writing zeros above the diagonal at each call would cost {format_ms(run.upper_triangle_ms)} a matrix"
         )
-    lines.append("best block sizes: " + ", ".join(f"{rung} {row.block_size}" for rung, row in best.items()))
+    lines.append(
+        "best block sizes: " + ", ".join(f"{rung} {row.block_size}" for rung, row in best.items() if row.block_size)
+    )
     return "\n".join(lines)
 
 
@@ -225,3 +228,8 @@ def read_run(path: Path) -> LadderRun:
     except (OSError, msgspec.DecodeError) as error:
         raise RecordError(f"cannot read {path}: {error}\nhint: it is written by attnscope ladder --out") from None
     return from_builtins(body, LadderRun, str(path))
+
+
+def _at_block(row: LadderRow) -> str:
+    """``@256``; nothing where a library chooses."""
+    return f"@{row.block_size}" if row.block_size else ""

@@ -24,11 +24,17 @@ def list_implementations() -> list[dict[str, Any]]:
                 "directions": sorted(sheet.directions, reverse=True),
                 "dtypes": sorted(sheet.dtypes),
                 "compute": {dtype: sheet.compute_precision(dtype) for dtype in sorted(sheet.dtypes)},
+                "head_dims": sheet.head_dims(),
                 "features": [word for word in FEATURES if word in sheet.features],
+                "forward_only": [word for word in FEATURES if word in sheet.forward_only],
                 "devices": sorted(sheet.devices),
                 "layouts": sorted(sheet.layouts),
                 "lse": sheet.lse,
                 "deterministic": sheet.deterministic,
+                "torch_compile": sheet.torch_compile(),
+                "draws_dropout": sheet.draws_dropout,
+                "cuda_graph": sheet.cuda_graph and "cuda" in sheet.devices,
+                "packages": list(sheet.packages),
                 "approximate": sheet.approximate,
                 "comparable": sheet.comparable,
                 "ours": sheet.ours,
@@ -46,8 +52,10 @@ def render_listing(rows: list[dict[str, Any]], width: int) -> str:
     for row in rows:
         mark = " (ours)" if row["ours"] else ""
         lines.append(f"{row['name']}{mark}: {row['summary']}")
+        features = [f"{word} (forward)" if word in row["forward_only"] else word for word in row["features"]]
         takes = (
-            f"{', '.join(row['directions'])}; {', '.join(row['dtypes'])}; {', '.join(row['features']) or 'plain only'}"
+            f"{', '.join(row['directions'])}; {', '.join(row['dtypes'])}; D {row['head_dims']}; "
+            f"{', '.join(features) or 'plain only'}"
         )
         lines += textwrap.wrap(takes, width - 1, initial_indent="    ", subsequent_indent="    ")
         for reason in row["unavailable"]:

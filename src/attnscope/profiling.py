@@ -85,7 +85,7 @@ def profile_call(
         call()
     synchronise()
     steps = wait + warmup + active
-    with _only_profiler():
+    with only_profiler():
         plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         with profile(activities=_activities(inputs), schedule=plan, record_shapes=True, acc_events=True) as profiler:
             for step in range(steps):
@@ -94,7 +94,7 @@ def profile_call(
                 if step == wait + warmup - 1 or step == steps - 1:
                     synchronise()  # nothing of the warm-up is in flight when recording starts, nor of us when it ends
                 profiler.step()
-        _export(profiler, trace_path)
+        export_trace(profiler, trace_path)
     return trace_path
 
 
@@ -111,7 +111,7 @@ def kernel_names(prepared: Prepared, inputs: Inputs, direction: str) -> tuple[st
     synchronise = _synchroniser(inputs)
     call()
     synchronise()
-    with _only_profiler(), profile(activities=_activities(inputs), acc_events=True) as profiler:
+    with only_profiler(), profile(activities=_activities(inputs), acc_events=True) as profiler:
         call()
         synchronise()
     wanted = DeviceType.CUDA if inputs.q.is_cuda else DeviceType.CPU
@@ -198,11 +198,14 @@ def _synchroniser(inputs: Inputs) -> Callable[[], None]:
 
 
 @contextmanager
-def _only_profiler() -> Iterator[None]:
-    """torch records for one profiler at a time, and with a second one ends in an internal error."""
+def only_profiler() -> Iterator[None]:
+    """torch records for one profiler at a time, and with a second one ends in an internal error.
+
+    The first flag is of this thread, the second of the process.
+    """
     import torch
 
-    if torch.autograd._profiler_enabled():
+    if torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
         raise TraceError(
             "attnscope must be the only profiler of this process, and another torch profiler is recording\n"
             "hint: leave its with-block, or run attnscope outside it"
@@ -210,8 +213,12 @@ def _only_profiler() -> Iterator[None]:
     yield
 
 
-def _export(profiler: Any, trace_path: Path) -> None:
-    """Write the profiler's trace without what it says of the user's machine, whole or not at all."""
+def export_trace(profiler: Any, trace_path: Path) -> None:
+    """Write the profiler's trace, gzipped, without what it says of the user's machine, whole or not at all.
+
+    Raises:
+        TraceError: the file cannot be written, or torch wrote no JSON.
+    """
     raw = trace_path.with_name(f".{trace_path.name}.{os.getpid()}.json")
     packed = raw.with_suffix(".gz")
     try:

@@ -22,12 +22,8 @@ from attnscope.records import Finding
 from attnscope.units import format_us
 
 NEAR = 8  # works before a call in which its operands are made
-MASK_NEAR = 40
 MOST_FLASH_D = 256
 MATH = "SDPA math"
-NO_MASK_NEEDED = (
-    "pass is_causal=True for a causal mask, varlen (packed) attention for padding, nothing for an all-True mask"
-)
 
 
 def unfused_attention(facts: TraceFacts) -> Finding | None:
@@ -118,69 +114,6 @@ def masked_fill_copy(facts: TraceFacts) -> Finding | None:
         arithmetic=sum_text(copies, "which the in-place form does not need"),
         remedy='scores.masked_fill_(mask, float("-inf"))  # only where autograd does not need the old scores',
     )
-
-
-def mask_rebuilt(facts: TraceFacts) -> Finding | None:
-    """The same mask is made again for each call."""
-    building: list[Work] = []
-    for site in facts.sites:
-        problem = site.first.problem
-        for call in site.calls:
-            near = [*facts.before(call, MASK_NEAR), *call.works]
-            building += [work for work in near if _makes_mask(work, problem)]
-    building = list(dict.fromkeys(building))
-    if len(building) < 2:
-        return None
-    return Finding(
-        id="mask-rebuilt-per-call",
-        sentence="The mask depends on the shape only, yet it is built anew again and again.",
-        evidence=evidence(building),
-        saving_us=total(building) * (len(building) - 1) / len(building),
-        arithmetic=sum_text(building, "of which one is needed"),
-        remedy="build the mask once and keep it (register_buffer), or is_causal=True and no mask at all",
-    )
-
-
-def _makes_mask(work: Work, problem: Problem) -> bool:
-    """A triangle of the scores' size."""
-    if work.role != "mask building" or not work.ops or work.replayed:
-        return False
-    shape = next((first_shape(op) for op in work.ops if first_shape(op)), None)
-    return shape is None or not problem.shaped or tuple(shape[-2:]) == (problem.L, problem.S)
-
-
-def mask_keeps_flash_away(facts: TraceFacts) -> Finding | None:
-    """A mask tensor was passed, and flash takes none."""
-    sites = [
-        site
-        for site in facts.sites
-        if site.first.problem.mask
-        and site.first.implementation in ("SDPA efficient", MATH)
-        and site.first.problem.dtype in ("bf16", "fp16")
-        and (site.first.problem.D or 0) <= MOST_FLASH_D
-    ]
-    if not sites:
-        return None
-    kinds = dict.fromkeys(_mask_kind(facts, site.first) for site in sites)
-    return Finding(
-        id="mask-keeps-flash-away",
-        sentence="An attn_mask tensor was passed, and flash attention takes none: a slower path ran.",
-        evidence=(*site_evidence(sites), *kinds),
-        arithmetic="not estimated: it depends on what the mask hides; the time at stake is "
-        + format_us(sum(site.us for site in sites)),
-        remedy=NO_MASK_NEEDED,
-        confidence="medium",
-    )
-
-
-def _mask_kind(facts: TraceFacts, call: AttentionCall) -> str:
-    """What the mask is, as far as its shape and what was launched before it tell."""
-    sizes = (call.problem.mask or "").partition(":")[2].split("x")
-    if len(sizes) >= 2 and sizes[-2] == "1":
-        return f"mask {call.problem.mask}: the same for every query, so it hides padding"
-    if any(_makes_mask(work, call.problem) for work in facts.before(call, MASK_NEAR)):
-        return f"mask {call.problem.mask}: tril or triu made it just before, so it is causal or a window"
-    return f"mask {call.problem.mask}: the trace does not show what it hides"
 
 
 def layout_copies(facts: TraceFacts) -> Finding | None:
@@ -343,6 +276,6 @@ def uneven_calls(facts: TraceFacts) -> Finding | None:
 
 
 RULES = (
-    unfused_attention, math_path, safe_softmax, masked_fill_copy, mask_rebuilt, mask_keeps_flash_away, layout_copies,
+    unfused_attention, math_path, safe_softmax, masked_fill_copy, layout_copies,
     kv_repeated, dtype_casts, dropout_at_inference, uneven_calls,
 )  # fmt: skip

@@ -9,18 +9,20 @@ import math
 import re
 
 from attnscope.explaining.expected import short_name
-from attnscope.explaining.occupancy import DEFAULT_SHARED_LIMIT_BYTES, occupancy_percent
+from attnscope.explaining.occupancy import DEFAULT_SHARED_LIMIT_BYTES, occupancy_percent, resident_blocks
+from attnscope.explaining.peaks import SUSTAINED_MATRIX, link_gb_per_s, product_us
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
 from attnscope.explaining.shapes import product_sizes, tensor_dtypes
-from attnscope.explaining.trace_facts import FUSED_SHARE_OF_PEAK, TraceFacts, evidence, total
+from attnscope.explaining.trace_facts import TraceFacts, evidence, total
 from attnscope.explaining.works import MATMUL_OPS, Work
 from attnscope.records import Finding
 from attnscope.trace.names import CUDA_CORE, TENSOR_CORE, readable_name
 from attnscope.units import format_us, significant
 
 MISALIGNED = re.compile(r"_align[12]\b|_align[12]>")
-GIBIBYTES_PER_S_OF_PINNED = 20e9  # bytes a second that a pinned copy reaches over PCIe 4
 LEAST_COPY_US = 50.0
+FEW_BLOCKS = 0.5  # blocks for each multiprocessor
+LOW_OCCUPANCY = 25.0  # percent
 LEAST_SHARE = 0.005  # of the GPU's time, below which a product is not worth a word
 
 
@@ -53,6 +55,30 @@ def _is_vector_product(work: Work) -> bool:
     return "cuBLAS's matrix-vector" in work.meaning.unit_rule
 
 
+def _sizes_of(work: Work) -> tuple[int, int, int, int] | None:
+    op = next((one for one in work.ops if product_sizes(one)), None) if not work.replayed else None
+    return product_sizes(op) if op is not None else None
+
+
+def _product_saving(facts: TraceFacts, slow: list[Work], unit: str) -> tuple[float | None, str]:
+    """What these products would save on tensor cores in ``tf32`` or ``half``: each at what large products reach of the
+    data sheet's rate, at least its traffic. Without its sizes a product is left out."""
+    peaks = facts.peaks
+    if peaks is None:
+        return None, f"not estimated: this card's rates are not known; the time at stake is {format_us(total(slow))}"
+    rate = peaks.tf32_tflop_per_s if unit == "tf32" else peaks.half_tflop_per_s
+    item_bytes = 4 if unit == "tf32" else 2
+    sized = {work: found for work in slow if (found := _sizes_of(work)) is not None}
+    if not sized:
+        return None, f"not estimated: the shapes are not known; the time at stake is {format_us(total(slow))}"
+    after = {work: product_us(found, item_bytes, rate, peaks) for work, found in sized.items()}
+    saving = sum(max(work.us - us, 0.0) for work, us in after.items())
+    return saving or None, (
+        f"{format_us(total(sized))} - {format_us(sum(after.values()))}: each at {100 * SUSTAINED_MATRIX:.0f} % of "
+        f"{significant(rate)} TFLOP/s, at least its traffic ({peaks.source})"
+    )
+
+
 def tf32_off(facts: TraceFacts) -> Finding | None:
     """Products in fp32 on CUDA cores, on a card that could take TF32."""
     device = facts.device
@@ -63,14 +89,7 @@ def tf32_off(facts: TraceFacts) -> Finding | None:
     ]
     if not slow:
         return None
-    saving, arithmetic = None, "not estimated: this card's rates are not known"
-    if facts.peaks is not None:
-        ratio = facts.peaks.fp32_tflop_per_s / facts.peaks.tf32_tflop_per_s
-        saving = total(slow) * (1 - ratio)
-        arithmetic = (
-            f"{format_us(total(slow))} × (1 - {significant(facts.peaks.fp32_tflop_per_s)} / "
-            f"{significant(facts.peaks.tf32_tflop_per_s)} TFLOP/s) at best ({facts.peaks.source})"
-        )
+    saving, arithmetic = _product_saving(facts, slow, "tf32")
     return Finding(
         id="tf32-off",
         sentence="Products of fp32 matrices run on CUDA cores, since TF32 is off; the tensor cores stay idle.",
@@ -97,11 +116,13 @@ def matmul_off_tensor_cores(facts: TraceFacts) -> Finding | None:
     remedy = "multiply bf16 or fp16 matrices whose sizes are multiples of 8"
     if single:
         remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...  # the card has no TF32'
+    saving, arithmetic = _product_saving(facts, slow, "half")
     return Finding(
         id="matmul-off-tensor-cores",
         sentence="Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle.",
         evidence=(*evidence(slow), f"{short_name(readable_name(slow[0].name))}: {slow[0].meaning.unit_rule}"),
-        arithmetic=f"not estimated; the time at stake is {format_us(total(slow))}",
+        saving_us=saving,
+        arithmetic=arithmetic,
         remedy=remedy,
         confidence="medium",
     )
@@ -116,29 +137,9 @@ def misaligned_gemm(facts: TraceFacts) -> Finding | None:
     ]
     if not slow:
         return None
-    saving, arithmetic = None, f"not estimated; the time at stake is {format_us(total(slow))}"
-    sizes = {}
-    for work in slow:
-        op = next((one for one in work.ops if product_sizes(one)), None)
-        found = product_sizes(op) if op is not None else None
-        if found is not None:
-            sizes[work] = found
-    if sizes and facts.peaks is not None:
-        rate = FUSED_SHARE_OF_PEAK * facts.peaks.half_tflop_per_s
-        after = sum(
-            max(
-                2 * math.prod(found) / rate / 1e6,
-                2 * (found[0] * (found[1] * found[2] + found[2] * found[3] + found[1] * found[3]))
-                / facts.peaks.gb_per_s / 1e3,
-            )
-            for found in sizes.values()
-        )  # fmt: skip
-        saving = max(total(sizes) - after, 0.0)
-        arithmetic = (
-            f"{format_us(total(sizes))} - {format_us(after)}: each at {100 * FUSED_SHARE_OF_PEAK:.0f} % of "
-            f"{significant(facts.peaks.half_tflop_per_s)} TFLOP/s, at least its traffic ({facts.peaks.source})"
-        )
-    odd = sorted({n for found in sizes.values() for n in found[1:] if n % 8})
+    saving, arithmetic = _product_saving(facts, slow, "half")
+    sizes = [found for work in slow if (found := _sizes_of(work)) is not None]
+    odd = sorted({n for found in sizes for n in found[1:] if n % 8})
     return Finding(
         id="misaligned-gemm",
         sentence="Matrix products load their operands one or two elements at a time, since a size is no multiple of 8.",
@@ -154,7 +155,7 @@ def misaligned_gemm(facts: TraceFacts) -> Finding | None:
 
 
 def too_few_blocks(facts: TraceFacts) -> Finding | None:
-    """Attention kernels with fewer blocks than the card has multiprocessors."""
+    """Attention kernels with fewer blocks than half of the card's multiprocessors."""
     device = facts.device
     if device is None or not device.num_sms:
         return None
@@ -164,7 +165,7 @@ def too_few_blocks(facts: TraceFacts) -> Finding | None:
         if work.role in (FUSED, FUSED_BACKWARD, "matmul", "softmax")
         and work.event is not None
         and work.event.grid is not None
-        and math.prod(work.event.grid) < device.num_sms
+        and math.prod(work.event.grid) < FEW_BLOCKS * device.num_sms
     ]
     if not few or total(few) < 0.3 * total(facts.attention):
         return None
@@ -210,20 +211,50 @@ def occupancy_estimator(facts: TraceFacts) -> Finding | None:
     )
 
 
+def occupancy_low(facts: TraceFacts) -> Finding | None:
+    """A fused kernel's occupancy is low, and that is how it is meant."""
+    lines: dict[str, float] = {}
+    for work in facts.attention:
+        event = work.event
+        if event is None or work.role not in (FUSED, FUSED_BACKWARD) or not event.occupancy_shown:
+            continue
+        properties = facts.trace.device(event.device)
+        blocks = resident_blocks(event, properties) if properties is not None else None
+        real = occupancy_percent(event, properties)
+        if not real or not blocks or event.block is None or max(event.occupancy_shown, real) > LOW_OCCUPANCY:
+            continue
+        shared = (event.shared_memory_bytes or 0) / 1024
+        line = (
+            f"{short_name(readable_name(work.name))}: {event.registers} registers × {math.prod(event.block)} threads "
+            f"and {shared:.0f} KiB a block leave room for {blocks} a multiprocessor: {significant(real)} %"
+        )
+        lines[line] = lines.get(line, 0.0) + work.us
+    if not lines:
+        return None
+    return Finding(
+        id="occupancy-low",
+        sentence="Fused attention kernels show a low occupancy; it is real and no fault: they keep tiles in registers "
+        "and shared memory and hide waiting by working ahead, not by many warps.",
+        evidence=tuple(sorted(lines, key=lambda line: -lines[line])[:4]),
+        remedy="nothing to change; judge the kernel by its TFLOP/s",
+    )
+
+
 def pageable_copies(facts: TraceFacts) -> Finding | None:
     """Copies between host and card through pageable memory."""
     copies = [work for work in facts.works if "ageable" in work.name and work.event and work.event.kind == "memcpy"]
     if total(copies) < LEAST_COPY_US:
         return None
     moved = sum(work.event.bytes_moved or 0 for work in copies if work.event)
-    after = moved / GIBIBYTES_PER_S_OF_PINNED * 1e6
+    rate, link = link_gb_per_s(facts.window.card)
+    after = moved / rate / 1e3
     known = 0 < after < total(copies)
     return Finding(
         id="pageable-copies",
         sentence="Data moves between host and card through pageable memory: slower than pinned, and the host waits.",
         evidence=(*evidence(copies), *([f"{moved / 1e6:,.1f} MB"] if moved else [])),
         saving_us=total(copies) - after if known else None,
-        arithmetic=f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at 20 GB/s (pinned, PCIe 4)" if known
+        arithmetic=f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at {rate:g} GB/s (pinned, {link})" if known
         else "not estimated: the trace does not say how much was moved",
         remedy="tensor.pin_memory() and .to(device, non_blocking=True); DataLoader(pin_memory=True)",
         confidence="medium",
@@ -231,5 +262,6 @@ def pageable_copies(facts: TraceFacts) -> Finding | None:
 
 
 RULES = (
-    tf32_off, matmul_off_tensor_cores, misaligned_gemm, too_few_blocks, occupancy_estimator, pageable_copies,
+    tf32_off, matmul_off_tensor_cores, misaligned_gemm, too_few_blocks, occupancy_estimator, occupancy_low,
+    pageable_copies,
 )  # fmt: skip

@@ -16,7 +16,8 @@ class Window:
 
     ``lost`` are sentences on what the trace lacks or cannot show. ``unattributed_us`` is GPU time of which the trace
     does not say which op it was for, ``attention_us`` what attention took (some of it known by kernel names alone:
-    ``inferred_us``); the rest is other work. On a CPU trace the same figures are the ops' own times.
+    ``inferred_us``); the rest is other work. ``attention_by`` splits ``attention_us`` by what it is known by, the
+    surest first. On a CPU trace the same figures are the ops' own times.
     """
 
     card: str | None
@@ -35,6 +36,7 @@ class Window:
     inferred_us: float
     unattributed_us: float
     lost: tuple[str, ...] = ()
+    attention_by: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class CallSite:
 
     ``tflop_per_s`` counts useful FLOPs (causal: visible pairs; backward with the recomputation), ``peak_fraction`` is
     its share of the card's data sheet (``peak_source``). ``inferred``: known by kernel names alone. ``sizes`` are
-    (B·H, L, S, D), the same however heads are folded.
+    (B·H, L, S, D), the same however heads are folded. ``workload`` spells it for ``attnscope compare``, with what was
+    ``assumed``; where the trace says too little for that, ``no_workload`` is the reason.
     """
 
     name: str
@@ -62,6 +65,9 @@ class CallSite:
     inferred: bool
     sizes: tuple[int, int, int, int] | None = None
     kernels: tuple[str, ...] = ()
+    workload: str | None = None
+    assumed: tuple[str, ...] = ()
+    no_workload: str | None = None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,27 @@ PEAKS: tuple[tuple[str, Peaks], ...] = (
 )
 
 
+# What well-shaped work reaches of a data sheet's rate, for estimates: large products and large copies on our cards.
+SUSTAINED_MATRIX = 0.73
+SUSTAINED_BANDWIDTH = 0.89
+
+
+def product_us(sizes: tuple[int, int, int, int], item_bytes: int, tflop_per_s: float, peaks: Peaks) -> float:
+    """About what a product of (batch, rows, inner, columns) takes on a unit of that data sheet rate, in microseconds:
+    its FLOPs, at least the traffic of its three matrices."""
+    n, rows, inner, columns = sizes
+    flops = 2 * n * rows * inner * columns
+    moved = item_bytes * n * (rows * inner + inner * columns + rows * columns)
+    return max(flops / (SUSTAINED_MATRIX * tflop_per_s) / 1e6, moved / (SUSTAINED_BANDWIDTH * peaks.gb_per_s) / 1e3)
+
+
+def link_gb_per_s(name: str | None) -> tuple[float, str]:
+    """About what a copy from pinned memory reaches on the card's link to the host, in GB/s, and the link's name."""
+    if any(part in (name or "") for part in ("H100", "H200", "B200", "MI300")):
+        return 50.0, "PCIe 5"
+    return (12.0, "PCIe 3") if "V100" in (name or "") else (22.0, "PCIe 4")
+
+
 def find_peaks(name: str | None) -> Peaks | None:
     """The rates of the card of that name; None where the table does not hold it."""
     return next((peaks for part, peaks in PEAKS if name and part in name), None)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from attnscope.device import Device
+from attnscope.explaining.bounds import bounded, without_profiler
 from attnscope.explaining.call import Call, Seen, short_dtype
 from attnscope.explaining.expected import short_name
 from attnscope.explaining.occupancy import DEFAULT_SHARED_LIMIT_BYTES
@@ -35,12 +36,24 @@ LONGEST_SUM = 6
 
 def find_all(call: Call, device: Device | None) -> tuple[Finding, ...]:
     """Every finding on this call, those that could save most first."""
-    found = [finding for rule in RULES if (finding := rule(call, device)) is not None]
+    found = [_within_call(finding, call) for rule in RULES if (finding := rule(call, device)) is not None]
     found.sort(key=lambda f: -(f.saving_us or 0.0))
     workload = str(call.workload)
     return tuple(
         replace(f, implementation=call.implementation, workload=workload, direction=call.direction) for f in found
     )
+
+
+def _within_call(finding: Finding, call: Call) -> Finding:
+    """A saving is at most the call's own time: on a GPU its device events', on a CPU its time without the profiler."""
+    host_us = call.measured_host_us
+    if finding.id == "launch-bound":
+        return finding if host_us is None else bounded(finding, host_us, "the call takes")
+    if call.on_gpu:
+        return bounded(finding, call.step.device_us, "the call takes on the GPU")
+    traced_us = call.step.duration_us
+    finding = bounded(finding, traced_us, "the call takes under the profiler")
+    return finding if host_us is None else without_profiler(finding, traced_us, host_us)
 
 
 def masked_fill_copy(call: Call, device: Device | None) -> Finding | None:

@@ -15,13 +15,17 @@ from attnscope.trace.events import Op
 
 @dataclass(frozen=True)
 class Signature:
-    """Where an op takes q (k and v follow), its mask, dropout and causal flag; ``blhd`` is the layout of q."""
+    """Where an op takes q (k and v follow), its mask, dropout and causal flag; ``blhd`` is the layout of q.
+
+    ``starts`` is the tensor that tells where packed sequences begin; without one the call is not packed.
+    """
 
     q: int = 0
     mask: int | None = None
     dropout: int | None = None
     causal: int | None = None
     blhd: bool = False
+    starts: int | None = None
 
 
 SIGNATURES = {
@@ -35,8 +39,8 @@ SIGNATURES = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Signature(q=1, dropout=6, causal=7, mask=8),
     "aten::_scaled_dot_product_efficient_attention_backward": Signature(q=1, mask=4, dropout=9, causal=11),
     "aten::_scaled_dot_product_cudnn_attention_backward": Signature(q=1, mask=8, dropout=13, causal=14),
-    "aten::_flash_attention_forward": Signature(dropout=7, causal=8, blhd=True),
-    "aten::_flash_attention_backward": Signature(q=1, dropout=10, causal=11, blhd=True),
+    "aten::_flash_attention_forward": Signature(dropout=7, causal=8, blhd=True, starts=3),
+    "aten::_flash_attention_backward": Signature(q=1, dropout=10, causal=11, blhd=True, starts=6),
     "flash_attn::_flash_attn_forward": Signature(dropout=3, causal=5, blhd=True),
     "flash_attn::_flash_attn_backward": Signature(q=1, blhd=True),
 }
@@ -44,7 +48,10 @@ SIGNATURES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """An attention problem as far as a trace shows it. None is unknown. ``mask`` is a dtype and a shape, as text."""
+    """An attention problem as far as a trace shows it. None is unknown. ``mask`` is a dtype and a shape, as text.
+
+    ``tokens`` are the queries of B packed sequences together; how they are divided is in a tensor, not in a trace.
+    """
 
     B: int | None = None
     H: int | None = None
@@ -57,6 +64,7 @@ class Problem:
     causal: bool | None = None
     mask: str | None = None
     dropout: float | None = None
+    tokens: int | None = None
 
     @property
     def shaped(self) -> bool:
@@ -99,10 +107,11 @@ class Problem:
 
     def __str__(self) -> str:
         """The workload spelling, as far as it is known; ? for what is not."""
-        if not self.shaped:
+        if not self.shaped and self.tokens is None:
             return UNSHAPED
         heads = f"H{self.H}/{self.H_kv}" if self.H_kv not in (None, self.H) else f"H{self.H}"
-        parts = [f"B{self.B}", heads, f"L{self.L}"]
+        parts = [f"B{self.B}", heads]
+        parts += [f"L{self.L}"] if self.tokens is None else [f"{self.tokens} tokens packed"]
         parts += [f"S{self.S}"] if self.S != self.L else []
         parts += [f"D{self.D}"]
         parts += [f"Dv{self.D_v}"] if self.D_v not in (None, self.D) else []
@@ -125,6 +134,8 @@ def problem_of(op: Op) -> Problem | None:
     shapes, dtypes, values = op.arguments
     if shapes is None or len(shapes) < signature.q + 3:
         return None
+    if signature.starts is not None and signature.starts < len(shapes) and len(shapes[signature.starts]) == 1:
+        return _packed(signature, shapes, dtypes, values)
     q, k, v = (_four(shape) for shape in shapes[signature.q : signature.q + 3])
     if q is None or k is None or v is None:
         return None
@@ -144,13 +155,30 @@ def problem_of(op: Op) -> Problem | None:
     )  # fmt: skip
 
 
+def _packed(signature: Signature, shapes: list[list[int]], dtypes: list[str], values: list[str]) -> Problem | None:
+    """Of (tokens, H, D) tensors whose sequences begin where a tensor of B + 1 numbers says."""
+    q, k, v = shapes[signature.q : signature.q + 3]
+    starts = shapes[signature.starts or 0]
+    if any(len(one) != 3 or not _sizes(one) for one in (q, k, v)) or not _sizes(starts) or not starts[0]:
+        return None
+    return Problem(
+        starts[0] - 1, q[1], k[1], None, None, q[2], v[2],
+        dtype=short_dtype(_at(dtypes, signature.q) or ""),
+        causal=_flag(_at(values, signature.causal)),
+        dropout=_decimal(_at(values, signature.dropout)),
+        tokens=q[0],
+    )  # fmt: skip
+
+
 def product_sizes(op: Op) -> tuple[int, int, int, int] | None:
     """(batch, rows, inner, columns) of a batched product; None where no such shapes were recorded."""
     shapes = op.shapes
     if shapes is None:
         return None
-    first = 1 if op.name.startswith("aten::baddbmm") else 0
+    first = 1 if op.name.startswith(("aten::baddbmm", "aten::addmm")) else 0
     pair = shapes[first : first + 2]
+    if op.name in ("aten::mm", "aten::addmm"):
+        pair = [[1, *one] if _sizes(one) and len(one) == 2 else one for one in pair]
     if len(pair) < 2 or not all(_sizes(one) and len(one) == 3 for one in pair):
         return None
     (n, rows, inner), (_, _, columns) = pair

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
@@ -26,6 +26,8 @@ NOT_ATTENTION_OP = "_fused_sdp_choice"
 FAST_PATH = "aten::_native_multi_head_attention"
 REACH = 60  # works between a product and its softmax
 WRAPPERS = MATMUL_OPS | {"aten::softmax"}
+# A batched product that torch.compile generated: its scope names the operations fused into it, and no aten op.
+GENERATED_BMM = re.compile(r"^triton_tem_fused_\w*bmm")
 OWN_NAMES = (
     ("_scaled_dot_product_flash_attention_for_cpu", "SDPA flash on the CPU"),
     ("_scaled_dot_product_flash", "SDPA flash"),
@@ -110,7 +112,7 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
             if innermost not in memo:
                 memo[innermost] = _attention_op(work)
             top = memo[innermost]
-        if top is not None and top.name != FAST_PATH:
+        if top is not None:
             by_op.setdefault(id(top), []).append(work)
             tops[id(top)] = top
         else:
@@ -122,8 +124,9 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
 
 
 def _attention_op(work: Work) -> Op | None:
-    """The outermost op around it that is attention."""
-    return next((op for op in reversed(work.ops) if _names_attention(op.name)), None)
+    """The outermost op around it that is attention. MultiheadAttention's fast path holds its projections too, and runs
+    either an attention op within or products and a softmax, which are found as such."""
+    return next((op for op in reversed(work.ops) if _names_attention(op.name) and op.name != FAST_PATH), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,15 +196,32 @@ def _unfused_calls(sequence: Sequence) -> list[AttentionCall]:
         if index < end or work.role not in ("softmax", "softmax backward"):
             continue
         backward = work.role == "softmax backward"
-        shape = None if work.replayed else first_shape(_softmax_op(work))
-        first = _product(sequence, index, -1, shape, end, 2 if backward else 1)
-        last = _product(sequence, index, +1, shape, end, 2 if backward else 1)
-        if first is None or last is None:
+        wanted = 2 if backward else 1
+        for shape in _softmax_shapes(work):
+            first = _product(sequence, index, -1, shape, end, wanted)
+            last = _product(sequence, index, +1, shape, end, wanted)
+            if first is not None and last is not None:
+                break
+        else:
             continue
         first, last = _widened(sequence, first, last, end)
         end = last + 1
         calls.append(_unfused(sequence[first:end], work, shape, sequence[first:index], backward))
     return calls
+
+
+def _softmax_shapes(work: Work) -> Iterator[list[int] | None]:
+    """Sizes that the softmax may have. Generated code takes several tensors, its first one may be another: None, which
+    fits any product, is then the last guess."""
+    if work.replayed:
+        yield None
+        return
+    op = _softmax_op(work)
+    if op is not None or not work.name.startswith("triton_"):
+        yield first_shape(op)
+        return
+    yield from [shape for shape in [first_shape(work.op)] if shape is not None and len(shape) == 4]
+    yield None
 
 
 def _softmax_op(work: Work) -> Op | None:
@@ -233,7 +253,7 @@ def _product(sequence: Sequence, index: int, step: int, shape: list[int] | None,
 def _is_batched(work: Work) -> bool:
     if not work.ops or work.replayed:
         return True
-    return any(op.name in BATCHED_OPS for op in work.ops)
+    return any(op.name in BATCHED_OPS or GENERATED_BMM.match(op.name) for op in work.ops)
 
 
 def _fits(work: Work, shape: list[int] | None, *, after: bool, gradient: bool) -> bool:
@@ -242,7 +262,7 @@ def _fits(work: Work, shape: list[int] | None, *, after: bool, gradient: bool) -
         return shape is None
     op = next((one for one in work.ops if one.name in BATCHED_OPS), None)
     if op is None:
-        return False
+        return _is_batched(work)
     sizes = product_sizes(op)
     if sizes is None or shape is None:
         return True
@@ -314,8 +334,8 @@ def _unfused_problem(
             n, rows, inner, columns = sizes
             B, H = _batch_and_heads(shape, count(shape) // max(shape[-1] * shape[-2], 1))
             sides = {rows, inner, columns} - {shape[-1], shape[-2]}
-            if len(sides) == 1:
-                head_dim = sides.pop()
+            if len(sides) <= 1:  # none: the head dim is as large as the rows or the keys, which then are the same
+                head_dim = sides.pop() if sides else columns
                 known = Problem(B, H, H, shape[-2], shape[-1], head_dim, head_dim, dtype)
         return known
     n, rows, inner, columns = sizes

@@ -5,15 +5,17 @@ Reads a Trace, its work and its call sites; writes nothing. Pure; imports neithe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attnscope.explaining.expected import short_name
 from attnscope.explaining.explanation import Window
+from attnscope.explaining.fused_times import Card, Estimate, fused_estimate
 from attnscope.explaining.peaks import Peaks
-from attnscope.explaining.shapes import tensor_dtypes
+from attnscope.explaining.shapes import Problem, tensor_dtypes
 from attnscope.explaining.sites import AttentionCall, Site
 from attnscope.explaining.works import Sequence, Work
 from attnscope.records import Finding
@@ -21,11 +23,14 @@ from attnscope.trace.events import DeviceProperties, Trace
 from attnscope.trace.names import readable_name
 from attnscope.units import format_us, significant
 
-FUSED_SHARE_OF_PEAK = 0.5  # what a good fused kernel reaches of the data sheet's rate, for estimates
-SHORTEST_CALL_US = 5.0
-EXPONENTIALS_PER_CLOCK = 16  # of one multiprocessor
-CLOCK_GHZ = 1.4
+MASKING_OPS = (
+    "aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::add", "aten::add_", "aten::baddbmm",
+)  # fmt: skip
+GENERATED_MASKING = re.compile(r"triton_\w*(masked_fill|where)")
+CAST_NEAR = 6  # works before and after a call in which its operands and results are cast
 EVIDENCE_LINES = 5
+USUAL_MULTIPROCESSORS = 108  # where the trace does not say
+USUAL_CAPABILITY = 8
 BACKWARD = re.compile(r"[bB]ackward|autograd::engine")
 AMD_KEYS = ("hip_runtime_version", "roctracer_version", "rocprofiler-sdk_version")
 
@@ -91,39 +96,97 @@ class TraceFacts:
             found.append(work)
         return found
 
-    def fused_us(self, call: AttentionCall) -> float | None:
-        """About what a good fused kernel would take for a call; None where sizes or rates are not known."""
-        problem = call.problem
-        flops, moved = problem.flops(call.direction), problem.least_bytes()
-        if self.peaks is None or flops is None or moved is None or problem.pairs is None:
+    @cached_property
+    def card(self) -> Card | None:
+        """The card, where its rates are known."""
+        device = self.device
+        if self.peaks is None:
             return None
-        half = problem.dtype in ("bf16", "fp16")
-        rate = self.peaks.half_tflop_per_s if half else self.peaks.fp32_tflop_per_s
-        times = [SHORTEST_CALL_US, flops / (FUSED_SHARE_OF_PEAK * rate) / 1e6, moved / self.peaks.gb_per_s / 1e3]
-        if self.device is not None and self.device.num_sms:
-            times.append(problem.pairs / (self.device.num_sms * EXPONENTIALS_PER_CLOCK * CLOCK_GHZ) / 1e3)
-        return max(times)
+        multiprocessors = device.num_sms if device is not None else None
+        capability = device.compute_major if device is not None else None
+        sizes = (multiprocessors or USUAL_MULTIPROCESSORS, capability or USUAL_CAPABILITY)
+        return Card(self.window.card or "", self.peaks, *sizes, self.is_amd)
+
+    def fused(self, problem: Problem, direction: str, window: int | None = None) -> Estimate | None:
+        """The fused kernel that PyTorch would take for a problem without a mask tensor, and about its time."""
+        return None if self.card is None else fused_estimate(problem, direction, self.card, window)
 
     def fused_saving(self, sites: Iterable[Site]) -> tuple[float | None, str]:
         """What fusing these sites would save, with its arithmetic."""
-        saving, parts = 0.0, []
+        sites = list(sites)
+        meant = {site: self.problem_meant(site) for site in sites}
+        saving, arithmetic = self.saving_by(sites, lambda site: self.fused(meant[site], site.first.direction))
+        if saving is not None and any(
+            problem.causal and not site.first.problem.causal for site, problem in meant.items()
+        ):
+            arithmetic += "; one mask of queries × keys for all heads is taken as causal"
+        return saving, arithmetic
+
+    def problem_meant(self, site: Site) -> Problem:
+        """What an unfused site would ask of a fused kernel: a backward is of the problem of its forward, whose dtype
+        the math path hides; and one square mask for all batch entries and heads is most likely causal."""
+        first = site.first
+        if first.how != "unfused" or not first.problem.shaped:
+            return first.problem
+        if first.direction == "backward":
+            same = (one for one in self.sites if one.first.direction == "forward" and one.first.problem.shaped)
+            forward = next((one for one in same if one.first.problem.folded == first.problem.folded), None)
+            if forward is not None:
+                return self.problem_meant(forward)
+            half = self._dtype_outside(first)
+            if half is not None:
+                return replace(first.problem, dtype=half, causal=first.problem.causal or masks_alike(first))
+        return replace(first.problem, causal=True) if masks_alike(first) else first.problem
+
+    def saving_by(self, sites: Iterable[Site], estimate: Callable[[Site], Estimate | None]) -> tuple[float | None, str]:
+        """What the estimated kernels would save at these sites, with its arithmetic; a site that would gain nothing
+        keeps its time."""
+        saving, parts, kernels = 0.0, [], []
         for site in sites:
-            each = self.fused_us(site.first)
+            each = estimate(site)
             if each is None:
                 continue
-            after = each * len(site.calls)
+            after = each.us * len(site.calls)
             saving += max(site.us - after, 0.0)
-            parts.append(f"{format_us(site.us)} - {len(site.calls)} × {format_us(each)}")
+            parts.append(f"{format_us(site.us)} - {len(site.calls)} × {format_us(each.us)}")
+            kernels.append(each.kernel)
         if not parts:
-            missing = "the shapes" if self.peaks else "this card's rates"
-            return None, f"not estimated: {missing} are not known"
+            missing = "the shapes are not known, or no fused kernel takes them" if self.peaks else (
+                "this card's rates are not known"
+            )  # fmt: skip
+            return None, f"not estimated: {missing}"
         if not saving:
-            return None, "none: a fused call at half of the data sheet's rate would take as long"
+            return None, "none: a fused call is reckoned to take as long"
         return saving, (
-            f"{'; '.join(parts[:3])}{'; …' if len(parts) > 3 else ''}: a fused call at "
-            f"{100 * FUSED_SHARE_OF_PEAK:.0f} % of the data sheet's rate, at least its traffic, its exponentials and "
-            f"{format_us(SHORTEST_CALL_US)} ({self.peaks.source if self.peaks else ''})"
+            f"{'; '.join(parts[:3])}{'; …' if len(parts) > 3 else ''}: what the "
+            f"{' or '.join(dict.fromkeys(kernels))} kernel takes for its tiles, at least its traffic, at the share of "
+            f"the data sheet's rate that such kernels reach ({self.peaks.source if self.peaks else ''})"
         )
+
+    def _dtype_outside(self, call: AttentionCall) -> str | None:
+        """The 16-bit dtype from which casts around a call in fp32 come and to which they go."""
+        if call.problem.dtype != "fp32":
+            return None
+        around = (*self.before(call, CAST_NEAR), *call.works, *self.after(call, CAST_NEAR))
+        found = (kind for work in around for kind in is_cast(work) or () if kind in ("bf16", "fp16"))
+        return next(found, None)
+
+
+def masks_alike(call: AttentionCall) -> bool:
+    """Whether the scores are masked by one square mask, the same for all batch entries and heads."""
+    problem = call.problem
+    if not problem.shaped or problem.L != problem.S or problem.L == 1:
+        return False
+    pairs = (problem.L or 1) * (problem.S or 1)
+    scores = (problem.B or 1) * (problem.H or 1) * pairs
+    for work in call.works:
+        for op in work.ops if not work.replayed else ():
+            if op.name not in MASKING_OPS and not GENERATED_MASKING.match(op.name):
+                continue
+            counts = [math.prod(shape) for shape in op.shapes or [] if shape[-2:] == [problem.L, problem.S]]
+            if scores > pairs and scores in counts and pairs in counts:
+                return True
+    return False
 
 
 TraceRule = Callable[[TraceFacts], Finding | None]

@@ -12,6 +12,7 @@ from attnscope.explaining.peaks import Peaks, find_peaks
 from attnscope.explaining.sites import Site, find_sites
 from attnscope.explaining.trace_rules import TraceFacts, find_in_trace
 from attnscope.explaining.window import card_name, make_window
+from attnscope.explaining.workloads import Asked, workloads_of
 from attnscope.explaining.works import all_work
 from attnscope.trace.events import Trace
 from attnscope.trace.names import readable_name
@@ -32,10 +33,11 @@ def explain_trace(trace: Trace, name: str = "trace") -> Explanation:
     peaks = find_peaks(card_name(trace))
     findings = find_in_trace(TraceFacts(trace, sequences, sites, window, peaks))
     warnings = (ENVIRONMENT,) if trace.has_environment else ()
-    return Explanation(name, window, tuple(call_site(site, peaks) for site in sites), findings, warnings)
+    told = tuple(call_site(site, peaks, asked) for site, asked in zip(sites, workloads_of(sites), strict=True))
+    return Explanation(name, window, told, findings, warnings)
 
 
-def call_site(site: Site, peaks: Peaks | None) -> CallSite:
+def call_site(site: Site, peaks: Peaks | None, asked: Asked) -> CallSite:
     """A site's figures. Work per second is that of the median call."""
     first, times = site.first, [call.us for call in site.calls]
     middle = median(times)
@@ -59,6 +61,9 @@ def call_site(site: Site, peaks: Peaks | None) -> CallSite:
         inferred=first.inferred,
         sizes=first.problem.folded,
         kernels=tuple(dict.fromkeys(readable_name(work.name) for work in first.works))[:KERNELS_NAMED],
+        workload=asked.workload,
+        assumed=asked.assumed,
+        no_workload=asked.why_not,
     )
 
 

@@ -9,8 +9,9 @@ import functools
 import re
 from collections.abc import Iterable
 
+from attnscope.explaining.captured import replays_from_before
 from attnscope.explaining.explanation import Window
-from attnscope.explaining.works import Sequence
+from attnscope.explaining.works import KNOWN_BY, Sequence, Work
 from attnscope.trace.events import STEP_NAME, DeviceEvent, Trace
 
 KERNEL_LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch|aunchKernel")
@@ -46,8 +47,17 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
         attention_us=sum(work.us for work in attention),
         inferred_us=sum(work.us for work in attention if not work.attributed),
         unattributed_us=sum(work.us for work in unattributed),
-        lost=_lost(trace),
+        lost=_lost(trace, works),
+        attention_by=_known_by(attention),
     )
+
+
+def _known_by(works: list[Work]) -> tuple[tuple[str, float], ...]:
+    """(what work is known by, its time in microseconds), the surest first."""
+    times: dict[str, float] = {}
+    for work in works:
+        times[work.known_by] = times.get(work.known_by, 0.0) + work.us
+    return tuple((word, times[word]) for word in KNOWN_BY if word in times)
 
 
 def card_name(trace: Trace) -> str | None:
@@ -109,6 +119,22 @@ def graph_launches(trace: Trace) -> int:
     return sum("raphLaunch" in call.name for call in trace.runtime_calls)
 
 
+def _replays(trace: Trace, works: list[Work], graphs: int) -> list[str]:
+    """What is lost in replays: what no capture in the trace explains."""
+    replayed = sum(work.replayed for work in works)
+    launches = f"{graphs} graph launch{'es' if graphs != 1 else ''}"
+    all_known = any(work.captured for work in works) and not replayed
+    said = (
+        [] if all_known else [f"{replayed:,} device events were replayed by {launches}: which op each was for is lost"]
+    )
+    if before := replays_from_before(trace):
+        said.append(
+            f"{before:,} of the graph launches replayed a CUDA graph that was captured before the watch began, so only "
+            "kernel names are known there; begin the watch before the capture (before the compiled model's first calls)"
+        )
+    return said
+
+
 def _span_ns(trace: Trace) -> int:
     start, end = None, 0
     for events in (trace.ops, trace.runtime_calls, trace.device_events):
@@ -133,7 +159,7 @@ def _version(key: str, value: str | int | float) -> str:
     return str(value)[:40]
 
 
-def _lost(trace: Trace) -> tuple[str, ...]:
+def _lost(trace: Trace, works: list[Work]) -> tuple[str, ...]:
     said = []
     orphans = launched_before(trace)
     if orphans:
@@ -149,9 +175,7 @@ def _lost(trace: Trace) -> tuple[str, ...]:
         said.append(f"{lost:,} kernel launches have no kernel in the trace: GPU records were lost or came too late")
     graphs = graph_launches(trace)
     if graphs:
-        replayed = sum(event.replayed for event in trace.device_events)
-        launches = f"{graphs} graph launch{'es' if graphs != 1 else ''}"
-        said.append(f"{replayed:,} device events were replayed by {launches}: which op each was for is lost")
+        said += _replays(trace, works, graphs)
     if not trace.device_events and trace.runtime_calls:
         said.append("the trace holds CUDA or HIP calls and no kernel: the GPU's records are missing, not idle")
     if trace.device_events and not trace.ops:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from attnscope.explaining.captured import has_capture
 from attnscope.explaining.trace_facts import TraceFacts, evidence, percent, total
-from attnscope.explaining.window import busy_ns, captures, graph_launches, launched_before, lost_launches
+from attnscope.explaining.window import busy_ns, captures, launched_before, lost_launches
 from attnscope.records import Finding
 from attnscope.trace.events import DeviceEvent, Interval
 from attnscope.units import format_us, median
@@ -18,6 +19,8 @@ FEWEST_KERNELS = 20
 BUSY_ENOUGH = 1 / 3  # the profiler slows the host several times: less than three times as long says nothing
 SOON_US = 40.0  # a kernel that starts this soon after its launch did not wait for the card
 LARGE_GAPS = 3
+# What recording costs the host, about: an op with its shapes, an op without, a call into the runtime.
+SHAPED_OP_US, PLAIN_OP_US, RUNTIME_CALL_US = 4.0, 1.5, 3.0
 BUILDS = re.compile(
     r"^(entire_frame_compile|_compile\b|compile_inner|backend_compile|inductor_compile|compile_fx|async_compile|"
     r"CachingAutotuner|PyCodeCache|cudagraphify|GraphLowering)|_compile\.|autotun|benchmark_all_configs|nvrtcCompile|"
@@ -42,7 +45,7 @@ def launch_bound(facts: TraceFacts) -> Finding | None:
     delays = [max(e.start_ns - e.launch.end_ns, 0) / 1e3 for e in kernels if e.launch is not None]
     if median(delays) > SOON_US or _few_large_gaps(events):
         return None
-    idle_us = (span - busy) / 1e3
+    saving, arithmetic = _idle_without_profiler(facts, start, end, (span - busy) / 1e3, format_us(busy / 1e3))
     return Finding(
         id="launch-bound",
         sentence=f"The GPU works only {percent(busy, span)} of the time between its first and last kernel: it waits "
@@ -52,12 +55,28 @@ def launch_bound(facts: TraceFacts) -> Finding | None:
             f"half of them start within {format_us(median(delays))} of their launch: nothing was queued",
             f"GPU busy {format_us(busy / 1e3)} of {format_us(span / 1e3)}",
         ),
-        saving_us=idle_us,
-        arithmetic=f"at most {format_us(span / 1e3)} - {format_us(busy / 1e3)}: the profiler slows the host several "
-        "times, so measure without it",
+        saving_us=saving,
+        arithmetic=arithmetic,
         remedy='torch.compile(model, mode="reduce-overhead"), a torch.cuda.CUDAGraph, or more work in each call',
         confidence="low",
     )
+
+
+def _idle_without_profiler(
+    facts: TraceFacts, start_ns: int, end_ns: int, idle_us: float, busy: str
+) -> tuple[float | None, str]:
+    """The idle time less what recording itself took of the host; None where that is all of it."""
+    ops = sum(1 for op in facts.trace.ops if start_ns <= op.start_ns <= end_ns)
+    calls = sum(1 for call in facts.trace.runtime_calls if start_ns <= call.start_ns <= end_ns)
+    shaped = any(op.shapes is not None for op in facts.trace.ops[:200])
+    each = SHAPED_OP_US if shaped else PLAIN_OP_US
+    cost = ops * each + calls * RUNTIME_CALL_US
+    said = (
+        f"at most {format_us((end_ns - start_ns) / 1e3)} - {busy}, less about {format_us(cost)} that the profiler took "
+        f"of the host ({ops:,} ops × {each:g} µs, {calls:,} runtime calls × {RUNTIME_CALL_US:g} µs); it slows the host "
+        "several times, so measure without it"
+    )
+    return (idle_us - cost, said) if idle_us > cost else (None, f"not estimated: {said}")
 
 
 def _few_large_gaps(events: list[DeviceEvent]) -> bool:
@@ -135,7 +154,7 @@ def lost_kernels(facts: TraceFacts) -> Finding | None:
 def graph_capture(facts: TraceFacts) -> Finding | None:
     """A graph was captured inside the window."""
     captured = captures(facts.trace)
-    if not captured:
+    if not captured or has_capture(facts.trace):  # a watch is meant to see the capture
         return None
     return Finding(
         id="graph-capture",
@@ -151,14 +170,14 @@ def graph_replay(facts: TraceFacts) -> Finding | None:
     works = [work for work in facts.works if work.replayed]
     if not works:
         return None
-    graphs = graph_launches(facts.trace)
+    graphs = len({work.event.correlation for work in works if work.event is not None})
     return Finding(
         id="graph-replay",
         sentence=f"{len(works):,} kernels and copies were replayed by {graphs} graph "
         f"launch{'es' if graphs != 1 else ''}; "
         "which op each was for is not in the trace, so attention in them is known by kernel names only.",
         evidence=(f"{format_us(total(works))} of {format_us(facts.window.sum_us)} GPU time", *evidence(works)[:3]),
-        remedy="profile the same step once without graphs to see the ops",
+        remedy="profile the same step once without graphs, or begin attnscope.watch() before the capture",
     )
 
 

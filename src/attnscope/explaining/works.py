@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from attnscope.explaining.call import Seen, cpu_seen
+from attnscope.explaining.captured import captured_launches
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
 from attnscope.trace.events import DeviceEvent, Op, Step, Trace
 from attnscope.trace.names import UNKNOWN, Meaning, explain_name
@@ -39,13 +40,25 @@ OP_ROLES = {
     "aten::tril": "mask building",
     "aten::triu": "mask building",
 } | dict.fromkeys(sorted(MATMUL_OPS), "matmul")
+# What work is known by. Inductor's generated kernels are launched by scopes that carry the names of the operations that
+# were fused into them, and no op.
+BY_OP = "the op that launched it"
+BY_CAPTURE = "the op at graph capture"
+BY_COMPILER = "the name that torch.compile gave the kernel"
+BY_NAME = "kernel names only"
+KNOWN_BY = (BY_OP, BY_CAPTURE, BY_COMPILER, BY_NAME)
+GENERATED = ("triton_", "cpp_fused")
 KEPT_IN_MATMUL = frozenset(("fill", "copy", "reduction", "layout copy"))
 LOG_SOFTMAX = re.compile(r"LogSoft[mM]ax|log_softmax")
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One thing that worked. ``ops`` are the ops around it, innermost first, without annotations."""
+    """One thing that worked. ``ops`` are the ops around it, innermost first, without annotations.
+
+    ``replayed`` work of a graph has no op; where its capture is in the trace too it is ``captured`` instead, and its
+    ops are those of the capture.
+    """
 
     name: str
     role: str
@@ -57,6 +70,7 @@ class Work:
     module: str | None
     replayed: bool = False
     in_attention: bool = False
+    captured: bool = False
 
     @property
     def us(self) -> float:
@@ -73,6 +87,15 @@ class Work:
         """Whether the trace says what it was for: which op launched it, not by way of a graph."""
         return bool(self.ops) and not self.replayed
 
+    @property
+    def known_by(self) -> str:
+        """What its place in the program is known by, the surest first; one of ``KNOWN_BY``."""
+        if not self.attributed:
+            return BY_NAME
+        if self.captured:
+            return BY_CAPTURE
+        return BY_COMPILER if self.ops[0].name.startswith(GENERATED) else BY_OP
+
     def inside(self, *names: str) -> bool:
         """Whether an op of one of these names is around it."""
         return any(op.name in names for op in self.ops)
@@ -88,6 +111,7 @@ def all_work(trace: Trace) -> list[Sequence]:
 
 def _device_work(trace: Trace) -> list[Sequence]:
     meanings: dict[str, Meaning] = {}
+    captured = captured_launches(trace)
     around: dict[int, tuple[tuple[Op, ...], str | None]] = {}
     sequences: dict[tuple[object, ...], list[tuple[int, Work]]] = {}
     for event in trace.device_events:
@@ -96,13 +120,15 @@ def _device_work(trace: Trace) -> list[Sequence]:
             meaning = explain_name(event.name) if len(meanings) < MOST_NAMES else NOT_LOOKED_AT
             if len(meanings) < MOST_NAMES:
                 meanings[event.name] = meaning
-        op = event.op
+        capture = captured.get(id(event))
+        op = event.op if capture is None else capture.op
         ops, module = ((), None) if op is None else around.get(id(op)) or around.setdefault(id(op), _around(op))
-        replayed = event.replayed
+        replayed = event.replayed and capture is None
         role = role_of(event, meaning, () if replayed else ops)
         work = Work(event.name, role, event.start_ns, event.duration_ns, ops, meaning, event, module, replayed)
+        work.captured = capture is not None
         launch = event.launch
-        if replayed:
+        if event.replayed:
             key: tuple[object, ...] = ("graph", event.correlation, event.graph_id)
             order = event.start_ns
         elif launch is None:

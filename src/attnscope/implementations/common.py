@@ -1,18 +1,23 @@
-"""Stage 2: what implementations that lean on autograd and on dense masks share.
+"""Stage 2: what implementations share: autograd, dense masks, tensors in the workload's layout.
 
 Reads Workload and Inputs, writes Gradients. Must not import an implementation or a later stage, nor torch at import.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from importlib.util import find_spec
+from typing import Any, Generic, TypeVar
 
+from attnscope.device import Device
 from attnscope.implementation import Gradients
-from attnscope.inputs import Inputs, Tensor
+from attnscope.inputs import Inputs, Tensor, unpack_qkv
 from attnscope.workload import Workload
 
 T = TypeVar("T")
@@ -81,11 +86,15 @@ def leaves_of(inputs: Inputs) -> dict[str, Tensor]:
     return {name: t.detach().requires_grad_() for name, t in differentiable(inputs).items() if t is not None}
 
 
-def autograd_backward(inputs: Inputs, saved: Saved) -> Gradients:
-    """Gradients of ``sum(out * grad_out)``; the graph is kept, so that it may be called again."""
+def autograd_backward(inputs: Inputs, saved: Saved, grad_out: Tensor | None = None) -> Gradients:
+    """Gradients of ``sum(out * grad_out)``; the graph is kept, so that it may be called again.
+
+    ``grad_out`` is that of ``inputs``, or a copy of it that a library can read.
+    """
     import torch
 
-    grads = torch.autograd.grad(saved.out, list(saved.leaves.values()), inputs.grad_out, retain_graph=True)
+    grad_out = inputs.grad_out if grad_out is None else grad_out
+    grads = torch.autograd.grad(saved.out, list(saved.leaves.values()), grad_out, retain_graph=True)
     return Gradients(**{f"d{name}": grad for name, grad in zip(saved.leaves, grads, strict=True)})
 
 
@@ -106,3 +115,43 @@ def may_hide_whole_rows(workload: Workload) -> bool:
         return interval[0] >= interval[1]
 
     return any(empty(w.row_interval(b, i)) for b in batches.values() for i in (0, w.L - 1))
+
+
+def empty_like_inputs(w: Workload, dtype: Any, place: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten tensors of the shapes of q, k, v in the workload's layout; views of one buffer where that is packed."""
+    import torch
+
+    if w.layout == "qkv":
+        return unpack_qkv(torch.empty(w.B, w.L, 3, w.H, w.D, dtype=dtype, device=place))
+    shapes = ((w.H, w.L, w.D), (w.H_kv, w.S, w.D), (w.H_kv, w.S, w.D_v))
+    q, k, v = (_empty(w, heads, length, dim, dtype, place) for heads, length, dim in shapes)
+    return q, k, v
+
+
+def empty_out(w: Workload, dtype: Any, place: Any) -> Tensor:
+    """Unwritten (B, H, L, D_v) in the workload's layout."""
+    return _empty(w, w.H, w.L, w.D_v, dtype, place)
+
+
+def _empty(w: Workload, heads: int, length: int, dim: int, dtype: Any, place: Any) -> Tensor:
+    import torch
+
+    if w.layout == "bhld":
+        return torch.empty(w.B, heads, length, dim, dtype=dtype, device=place)
+    return torch.empty(w.B, length, heads, dim, dtype=dtype, device=place).transpose(1, 2)
+
+
+def compiler_reasons(device: Device) -> list[str]:
+    """What torch.compile would miss here, found without compiling."""
+    found = []
+    if device.kind == "cuda":
+        if find_spec("triton") is None:
+            found.append("torch.compile needs Triton on a GPU, and package triton is not installed")
+        language, compilers = "C", [os.environ.get("CC", "cc"), "gcc", "clang"]
+    else:
+        language, compilers = "C++", [os.environ.get("CXX", "g++")]
+    if not any(map(shutil.which, compilers)):
+        found.append(f"torch.compile needs a {language} compiler, and there is no {' or '.join(compilers)} here")
+    elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        found.append("torch.compile needs Python's C headers, and Python.h is not installed")
+    return found

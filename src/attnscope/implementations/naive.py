@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import shutil
-import sysconfig
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import Any
 
 from attnscope.device import Device
@@ -29,6 +25,7 @@ from attnscope.implementations.common import (
     Saved,
     autograd_backward,
     both_visible,
+    compiler_reasons,
     differentiable,
     fused_implementation,
     leaves_of,
@@ -65,6 +62,7 @@ class Naive(_NaiveBase):
         kernels=SOFTMAX_RAN,
         kernels_absent=NOTHING_FUSED_RAN,
         materialises_scores=True,
+        traceable=True,
     )
 
     def prepare(self, workload: Workload, device: Device) -> PreparedNaive:
@@ -85,6 +83,7 @@ class NaiveInplace(_NaiveBase):
         kernels=SOFTMAX_RAN,
         kernels_absent=NOTHING_FUSED_RAN,
         materialises_scores=True,
+        traceable=True,
     )
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
@@ -112,11 +111,12 @@ class NaiveCompiled(_NaiveBase):
         features=frozenset(FEATURES),
         compute=OWN_PRECISION,
         materialises_scores=True,
+        compiled=True,
     )
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         """Naive's, and what the compiler lacks."""
-        return super().more_reasons(workload, device, direction) + _compiler_reasons(device)
+        return super().more_reasons(workload, device, direction) + compiler_reasons(device)
 
     def ran(self, names: Iterable[str]) -> str | None:
         """The fused implementation that Inductor put in naive's place, by the kernels and ops that ran; else None."""
@@ -259,19 +259,3 @@ def _compiled(workload: Workload, device: Device, *, grad: bool) -> Attend:
     own = types.FunctionType(code, _attend.__globals__, code.co_name)
     own.__kwdefaults__ = _attend.__kwdefaults__
     return torch.compile(own, fullgraph=True, dynamic=False)
-
-
-def _compiler_reasons(device: Device) -> list[str]:
-    """What torch.compile would miss here, found without compiling."""
-    found = []
-    if device.kind == "cuda":
-        if find_spec("triton") is None:
-            found.append("torch.compile needs Triton on a GPU, and package triton is not installed")
-        language, compilers = "C", [os.environ.get("CC", "cc"), "gcc", "clang"]
-    else:
-        language, compilers = "C++", [os.environ.get("CXX", "g++")]
-    if not any(map(shutil.which, compilers)):
-        found.append(f"torch.compile needs a {language} compiler, and there is no {' or '.join(compilers)} here")
-    elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        found.append("torch.compile needs Python's C headers, and Python.h is not installed")
-    return found

@@ -32,7 +32,7 @@ from attnscope.implementations.common import (
 from attnscope.inputs import Inputs, Tensor, torch_dtype, visible_by_geometry
 from attnscope.workload import Workload
 
-# Not softcap, not sinks; and its dropout draws its own random numbers.
+# Not softcap, not sinks; dropout it draws itself, cuDNN with probabilities of 1/16 steps only.
 FEATURES = frozenset(
     {
         "gqa", "cross", "unequal_head_dims", "causal_top_left", "causal_bottom_right", "window", "scale",
@@ -66,8 +66,6 @@ class _Sdpa(SheetImplementation):
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         found = list(self.own_reasons(workload, device, direction))
-        if workload.dropout:
-            found.append("its dropout draws its own random numbers, so it cannot follow a given mask")
         if found or self.sheet.reasons(workload, device, direction):
             return found
         return self.torch_reasons(workload, device, direction)
@@ -103,6 +101,8 @@ class SdpaMath(_Sdpa):
         kernels={"cpu": (r"(?i)softmax",), "cuda": (r"(?i)softmax",)},
         kernels_absent={"cpu": (ANY_FUSED,), "cuda": (ANY_FUSED,)},
         materialises_scores=True,
+        draws_dropout=True,
+        traceable=True,
     )
 
 
@@ -153,6 +153,8 @@ class SdpaEfficient(_Fused):
         rounds=ROUNDS,
         kernels={"cuda": (r"fmha_cutlass",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_efficient"],)},
+        draws_dropout=True,
+        traceable=True,
     )
 
     def own_reasons(self, workload: Workload, device: Device, direction: str) -> Iterator[str]:
@@ -181,19 +183,20 @@ class SdpaFlash(_Fused):
         dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}),
         features=FEATURES - {"unequal_head_dims"},
         min_capability=(8, 0),
+        forward_only=frozenset({"bias"}),
         rounds=FLASH_ROUNDS,
         kernels={"cpu": (r"_scaled_dot_product_flash_attention_for_cpu",), "cuda": (r"pytorch_flash|flash_(fwd|bwd)",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_flash"],)},
+        draws_dropout=True,
+        traceable=True,
     )
 
     def own_reasons(self, workload: Workload, device: Device, direction: str) -> Iterator[str]:
-        """No gradient of a mask, no scale that turns the order of scores."""
+        """No scale that turns the order of scores."""
         yield from super().own_reasons(workload, device, direction)
         # On a CPU seen with torch 2.13 (NaN); on a GPU scale_apply_exp2 in FlashAttention-2's softmax.h.
         if workload.effective_scale <= 0 and (device.kind == "cuda" or uses_is_causal(workload)):
             yield _scale_reason(workload)
-        if workload.bias and direction == "backward":
-            yield "gives no gradient for the bias"
 
     def gpu_reasons(self, workload: Workload, direction: str) -> Iterator[str]:
         """What FlashAttention-2 takes."""
@@ -221,13 +224,15 @@ class SdpaCudnn(_Fused):
         devices=frozenset({"cuda"}),
         min_capability=(8, 0),
         head_dim_multiple=8,
+        forward_only=frozenset({"bias"}),
         rounds=ROUNDS,
         kernels={"cuda": (r"cudnn.*(sdpa|flash|fort|mha)",)},
         kernels_absent={"cuda": (OTHER_KERNELS["sdpa_cudnn"],)},
+        traceable=True,
     )
 
     def own_reasons(self, workload: Workload, device: Device, direction: str) -> Iterator[str]:
-        """One key, rows that see none, gradients of a mask, determinism."""
+        """One key, rows that see none, determinism."""
         w = workload
         yield from super().own_reasons(w, device, direction)
         if w.S == 1:
@@ -235,8 +240,6 @@ class SdpaCudnn(_Fused):
         # convert_boolean_attn_mask_cudnn in aten/src/ATen/native/transformers/attention.cpp: -65504 stands for -inf.
         if needs_mask(w) and may_hide_whole_rows(w):
             yield "masks with a finite number, so a row that sees no key (which this workload may have) is not 0"
-        if w.bias and direction == "backward":
-            yield "gives no gradient for the bias"
         if _deterministic_only():
             yield "is not deterministic, and torch.use_deterministic_algorithms is on"
 
@@ -247,7 +250,13 @@ class SdpaAuto(_Sdpa):
     name = "sdpa_auto"
     summary = "PyTorch's SDPA as PyTorch chooses; the row says what ran"
     backend = None
-    sheet = Sheet(dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}), features=FEATURES, rounds=FLASH_ROUNDS)
+    sheet = Sheet(
+        dtypes=frozenset({"bf16", "fp16", "fp32", "fp64"}),
+        features=FEATURES,
+        rounds=FLASH_ROUNDS,
+        draws_dropout=True,
+        traceable=True,
+    )
 
     def ran(self, names: Iterable[str]) -> str | None:
         """The implementation that PyTorch took, by the kernels and ops that ran; None where they do not tell."""
@@ -271,7 +280,11 @@ class PreparedSdpa:
         self.needs_unit_stride = backend not in (None, "MATH")  # the others fall back to math by themselves
         self.dtype = torch_dtype(workload.dtype)
         self.is_causal, self.needs_mask = uses_is_causal(workload), needs_mask(workload)
-        self.options: dict[str, Any] = {"scale": workload.scale, "enable_gqa": workload.group > 1}
+        self.options: dict[str, Any] = {
+            "scale": workload.scale,
+            "enable_gqa": workload.group > 1,
+            "dropout_p": workload.dropout,
+        }
         self.visible_by_geometry = visible_by_geometry(workload, device.torch_name) if self.needs_mask else None
         self.fixed_parts = PerInputs(self._fixed_parts)
         self.attn_mask = PerInputs(lambda inputs: self._attn_mask(inputs, inputs.bias))
@@ -364,7 +377,7 @@ def _selection(backend: str, device: Device) -> Callable[[Workload, str], bool] 
     def accepts(workload: Workload, direction: str) -> bool:
         with torch.set_grad_enabled(direction == "backward"):
             tensors = _stand_ins(torch, workload, device)
-            asked = (*tensors, 0.0, uses_is_causal(workload), workload.group > 1)
+            asked = (*tensors, workload.dropout, uses_is_causal(workload), workload.group > 1)
             if device.kind == "cuda":
                 with sdpa_kernel(pin):
                     return fits(torch.backends.cuda.SDPAParams(*asked), False)
@@ -395,6 +408,8 @@ def _easier(w: Workload, direction: str) -> Iterator[tuple[Workload, str, str]]:
         yield w, "forward", "has no backward of this kernel here"
     if w.group > 1:
         yield w.replace(H_kv=w.H), direction, f"does not take grouped-query heads (enable_gqa) here, H{w.H}/{w.H_kv}"
+    if w.dropout:
+        yield w.replace(dropout=0.0), direction, "does not take dropout here"
     plain = w.replace(
         causal=None, window=None, alibi=False, mask=None, bias=None, bias_shape=None, lengths=None, packed=None
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from attnscope.explaining.explanation import CallSite, Difference, Explanation, Window
+from attnscope.explaining.works import KNOWN_BY
 from attnscope.records import Finding
 from attnscope.reporting.words import clean, shorten
 from attnscope.units import format_us, significant
@@ -84,8 +85,11 @@ def window_facts(window: Window) -> list[tuple[str, str]]:
     if window.inferred_us:
         attention += f"; {format_us(window.inferred_us)} of it known by kernel names only"
     facts.append(("attention", attention if window.attention_us else "none recognised"))
-    if window.on_gpu:
-        unknown = f"{format_us(window.unattributed_us)}, {share(window.unattributed_us, window.sum_us)} of GPU time"
+    if len(window.attention_by) > 1 or any(word != KNOWN_BY[0] for word, _ in window.attention_by):
+        rungs = [f"{share(us, window.attention_us)} by {word}" for word, us in window.attention_by]
+        facts.append(("known", " · ".join(rungs)))
+    if window.on_gpu or window.unattributed_us:
+        unknown = f"{format_us(window.unattributed_us)}, {share(window.unattributed_us, window.sum_us)} of {unit} time"
         facts.append(("unattributed", unknown + (": attention or not" if window.unattributed_us else "")))
     return facts
 

@@ -1,6 +1,7 @@
-"""The CUDA ladder: forward V1 to V6, backward V1 to V8, and further rungs. README.md beside this tells the story.
+"""The CUDA ladder: forward V1 to V6, backward V1 to V8, further rungs, cuDNN. README.md beside this tells the story.
 
-``RUNGS`` holds every rung in order, by direction; each is a registered implementation, one ``.cu`` a rung.
+``RUNGS`` holds every rung of our own in order, by direction, one ``.cu`` a rung; ``LIBRARY_RUNGS`` those that end the
+published ladder with a library's kernel. Each is a registered implementation.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from attnscope.implementations.cuda_ladder.backward import (
 from attnscope.implementations.cuda_ladder.common import (
     BLOCK_SIZES,
     FOLDER,
+    OWN_BLOCK_SIZE,
     LadderImplementation,
     empty_gradients,
     zero_above_diagonal,
@@ -37,6 +39,7 @@ from attnscope.implementations.cuda_ladder.forward import (
     ForwardV5,
     ForwardV6,
 )
+from attnscope.implementations.cuda_ladder.library import ForwardV10, ForwardV11
 
 RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
     "forward": (
@@ -48,6 +51,12 @@ RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
         BackwardV9Fused,
     ),
 }  # fmt: skip
+
+
+LIBRARY_RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
+    "forward": (ForwardV10, ForwardV11),
+    "backward": (),
+}
 
 
 def claim_variants() -> list[LadderImplementation]:
@@ -62,8 +71,9 @@ def _variant(base: type[LadderImplementation], attribute: str, value: int, rung:
 
 
 __all__ = [
-    "BLOCK_SIZES", "FOLDER", "RUNGS", "BackwardV1", "BackwardV1Fixed", "BackwardV2", "BackwardV3", "BackwardV4",
-    "BackwardV5", "BackwardV6", "BackwardV7", "BackwardV8", "BackwardV9Fused", "ForwardV1", "ForwardV2",
-    "ForwardV3", "ForwardV4", "ForwardV5", "ForwardV6", "ForwardV7Mma", "ForwardV8Async", "ForwardV9Wgmma",
-    "LadderImplementation", "claim_variants", "empty_gradients", "zero_above_diagonal",
+    "BLOCK_SIZES", "FOLDER", "LIBRARY_RUNGS", "OWN_BLOCK_SIZE", "RUNGS", "BackwardV1", "BackwardV1Fixed",
+    "BackwardV2", "BackwardV3", "BackwardV4", "BackwardV5", "BackwardV6", "BackwardV7", "BackwardV8",
+    "BackwardV9Fused", "ForwardV1", "ForwardV2", "ForwardV3", "ForwardV4", "ForwardV5", "ForwardV6", "ForwardV7Mma",
+    "ForwardV8Async", "ForwardV9Wgmma", "ForwardV10", "ForwardV11", "LadderImplementation", "claim_variants",
+    "empty_gradients", "zero_above_diagonal",
 ]  # fmt: skip

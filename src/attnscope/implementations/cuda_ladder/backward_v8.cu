@@ -7,7 +7,7 @@
 // Against the previous rung: nothing to see in the whole operation, whose products dominate; timed alone it shows.
 //   Shared slots alternate from row to row, so that one barrier a row is enough; the published program reuses its array
 //   without one. Any T: the last block stops early.
-// Tried and lost on an H200, softmax alone, of the copy bandwidth: hints on the first loads and the stores too (as
+// Tried and lost on an H200, softmax alone in blocks of 64, of the copy bandwidth: hints on the first loads and the stores too (as
 //   published) 0.87 where plain ones reach 0.95; the next row's loads before this row's sum (predicted: better, more bytes
 //   in flight) 0.77, twice the registers and half the blocks.
 //

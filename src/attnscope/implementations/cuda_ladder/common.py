@@ -27,6 +27,7 @@ from attnscope.workload import Workload
 
 FOLDER = Path(__file__).parent
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+OWN_BLOCK_SIZE = 0  # a library's rung: it chooses its own
 C_TYPES = {"fp32": "float", "bf16": "bf16", "fp16": "fp16"}
 CAUSAL_FEATURES = frozenset({"causal_top_left", "causal_bottom_right", "scale"})
 MAX_HEADS = 65535  # y of a grid
@@ -194,7 +195,11 @@ def vector_aligned(tensor: Tensor) -> Tensor:
     step = 16 // tensor.element_size()
     aligned = tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
     aligned = aligned and all(tensor.stride(axis) % step == 0 for axis in (0, 1, 2) if tensor.shape[axis] > 1)
-    return tensor if aligned else tensor.contiguous()
+    if aligned:
+        return tensor
+    import torch
+
+    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() would leave a crooked address as it is
 
 
 class Layout:

@@ -204,8 +204,11 @@ def lock_kernel(text: str, *, moving: bool = False, trust_remote_code: bool = Fa
 
 def _hub_listing(spec: Spec) -> tuple[str, dict[str, str]]:
     """(commit, hash by path) of what lies under ``build/``: SHA-256 of large files, git's own hash of small ones."""
+    from attnscope.implementation import missing_package
+
+    if reason := missing_package("huggingface-hub>=1.20"):
+        raise UsageError(f"locking asks the hub: {reason}\nhint: pip install 'attnscope[hub]'")
     from huggingface_hub import HfApi, RepoFile
-    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
     try:
@@ -223,7 +226,9 @@ def _hub_listing(spec: Spec) -> tuple[str, dict[str, str]]:
             for item in tree
             if isinstance(item, RepoFile)
         }
-    except (HfHubHTTPError, OSError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # someone else's code: its transport's errors are no OSError
         raise UsageError(
             f"the hub did not list {spec.repo}: {type(error).__name__}: {first_line(error)}\n"
             "hint: is the name right, is there a network, is HF_HUB_OFFLINE set?"

@@ -1,0 +1,1 @@
+_cpp_library_load_exception = None
