@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscope.explain_cli import explain
+from attnscope.kernels_cli import kernels_app
 from attnscope.ladder_cli import ladder
+from attnscope.share_cli import share
 from attnscope.terminal import never_fail_to_encode
+from attnscope.view_cli import view
 from attnscope.why_cli import why
 
 if TYPE_CHECKING:
@@ -38,6 +41,9 @@ records_app = typer.Typer(help="Keep the records of runs.", no_args_is_help=True
 app.add_typer(records_app, name="records")
 app.command()(ladder)
 app.command()(explain)
+app.command()(share)
+app.command()(view)
+app.add_typer(kernels_app, name="kernels")
 app.command()(why)
 
 Workloads = Annotated[
@@ -50,7 +56,10 @@ Workloads = Annotated[
     ),
 ]
 Implementations = Annotated[
-    str, typer.Option(help="Names separated by commas, module:Class, all (without the ladder), or ladder.")
+    str,
+    typer.Option(
+        help="Names separated by commas, module:Class, hub:OWNER/NAME@REVISION, all (without the ladder), or ladder."
+    ),
 ]
 Mode = Annotated[str, typer.Option(help="forward, backward or both.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: the GPU if there is one.")]

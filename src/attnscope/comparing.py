@@ -217,7 +217,10 @@ class _Sweep:
         self._unfinished: tuple[Result, ...] = ()
 
     def _new_worker(self) -> Caller:
-        return InProcess() if self.in_process else Worker(warm_up=("attnscope.jobs:start", self.plan.device))
+        if self.in_process:
+            return InProcess()
+        from_hub = any(name.startswith("hub:") for name in self.references)  # someone else's code: no tokens for it
+        return Worker(warm_up=("attnscope.jobs:start", self.plan.device), hide_secrets=from_hub)
 
     def run(self) -> Run:
         rows: list[Result] = []
@@ -316,7 +319,7 @@ class _Sweep:
             "reasons": {direction: tuple(found) for direction, found in reasons.items() if found},
             "ours": implementation.sheet.ours,
             "comparable": implementation.sheet.comparable,
-            "note": "ran in attnscope's own process: no other can import it" if self.in_process else None,
+            "note": "; ".join(self._provenance(implementation)) or None,
         }
         directions = tuple(d for d in ask.directions if not reasons[d])
         if not directions:
@@ -332,6 +335,13 @@ class _Sweep:
             return Result(status="failed", error=checked.mismatch, **row), None
         status = "approximate" if checked.check.grade == "approximate" else "ok"
         return Result(status=status, **row), checked
+
+    def _provenance(self, implementation: registry.Implementation) -> Iterator[str]:
+        """Where it ran and what of, where a record must say so."""
+        if self.in_process:
+            yield "ran in attnscope's own process: no other can import it"
+        if origin := getattr(implementation, "origin", None):
+            yield origin
 
     # --- measure ---
 
@@ -487,5 +497,15 @@ def _command() -> str:
     """The command line without folders, so that a record names no one's home."""
     program = Path(sys.argv[0]).name if sys.argv else "python"
     words = ["attnscope" if program == "__main__.py" else program or "python", *sys.argv[1:]]
-    words = [printable(word) for word in words]
-    return shlex.join(word if "/" not in word or "," in word else Path(word).name for word in words)
+    return shlex.join(_without_folder(printable(word)) for word in words)
+
+
+def _without_folder(word: str) -> str:
+    """A word of the command line; of a path only its last part, of a kernel on the hub all."""
+    if "," in word:
+        return ",".join(_without_folder(part) if part.startswith("hub:") else part for part in word.split(","))
+    if word.startswith("hub:") and not word.startswith(("hub:.", "hub:/", "hub:~")):
+        return word
+    if word.startswith("hub:"):
+        return f"hub:./{Path(word).name}"
+    return Path(word).name if "/" in word else word

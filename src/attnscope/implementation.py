@@ -325,6 +325,20 @@ def register(implementation: Implementation | str) -> None:
     _registered[found.name] = implementation if isinstance(implementation, str) else found
 
 
+def _open_hub_kernel(text: str) -> str:
+    """Open a kernel of the hub and register it; its name. Raises UsageError."""
+    from attnscope.implementations.hub import HubKernel, open_kernel
+
+    found = open_kernel(text)
+    other = _registered.get(found.name)
+    if isinstance(other, HubKernel) and other.facts.folder != found.facts.folder:
+        raise UsageError(
+            f"two folders would be called {found.name}\nhint: spell them from where both differ: hub:./a/x"
+        )
+    register(found)
+    return found.name
+
+
 def _check_name(name: object) -> None:
     fits = isinstance(name, str) and len(name) <= MAX_NAME and ".." not in name
     if not fits or not re.fullmatch(r"[A-Za-z0-9_.:@/-]+", str(name)):
@@ -352,10 +366,11 @@ def names(selection: str = "all") -> list[str]:
 
 
 def select(selection: str) -> list[str]:
-    """Names that a comma-separated selection stands for: names, ``all``, ``ladder``, or ``module:Class`` to register.
+    """Names that a comma-separated selection stands for: names, ``all``, ``ladder``, ``module:Class`` or ``hub:...``.
 
     Raises:
         UnknownImplementation: a name is not registered.
+        UsageError: a kernel of the hub is not pinned, not trusted, or not what it was.
     """
     found: dict[str, None] = {}
     for part in (piece.strip() for piece in selection.split(",")):
@@ -365,6 +380,8 @@ def select(selection: str) -> list[str]:
             found.update(dict.fromkeys(names(part)))
         elif part in builtin_references() or part in _registered:
             found[part] = None
+        elif part.startswith("hub:"):
+            found[_open_hub_kernel(part)] = None
         elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", part):
             register(part)
             found[load_reference(part).name] = None
@@ -380,6 +397,8 @@ def reference_of(name: str) -> str | None:
     entry = _registered.get(name)
     if isinstance(entry, str):
         return entry
+    if isinstance(own := getattr(entry, "reference", None), str):
+        return own
     module = type(entry).__module__
     spec = f"{module}:{type(entry).__qualname__}"
     return None if module in ("__main__", "__mp_main__") or "<locals>" in spec or not _loads(spec, name) else spec
@@ -390,6 +409,8 @@ def find(name: str) -> Implementation:
     builtin = builtin_references()
     if name in builtin:
         return load_reference(builtin[name])
+    if name not in _registered and name.startswith("hub:"):
+        name = _open_hub_kernel(name)
     if name not in _registered:
         raise UnknownImplementation(name, [*builtin, *_registered])
     entry = _registered[name]
@@ -397,11 +418,15 @@ def find(name: str) -> Implementation:
 
 
 def load_reference(reference: str) -> Implementation:
-    """The implementation that ``"module:Class"`` names, constructed without arguments.
+    """The implementation that ``"module:Class"`` names, constructed without arguments; or a kernel of the hub.
 
     Raises:
         UsageError: the module does not import or has no such class.
     """
+    if reference.startswith("hub:"):
+        from attnscope.implementations.hub import reopen
+
+        return reopen(reference)
     module_name, _, attribute = reference.partition(":")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # results alone belong on stdout

@@ -52,11 +52,13 @@ class Worker:
     """One child process, started at the first call and again after it died.
 
     ``warm_up`` (a ``module:function`` and its arguments) runs first in every new child, within a limit of its own: the
-    seconds that importing torch takes are not the first implementation's.
+    seconds that importing torch takes are not the first implementation's. With ``hide_secrets`` the child's environment
+    holds no tokens and keeps it off the hub.
     """
 
-    def __init__(self, warm_up: tuple[str, *tuple[Any, ...]] | None = None) -> None:
+    def __init__(self, warm_up: tuple[str, *tuple[Any, ...]] | None = None, *, hide_secrets: bool = False) -> None:
         self._warm_up = warm_up
+        self._hide_secrets = hide_secrets
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._log: Path | None = None
@@ -119,7 +121,12 @@ class Worker:
         ours, theirs = Pipe()
         handle, name = tempfile.mkstemp(prefix="attnscope-worker-", suffix=".log")
         self._log = Path(name)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = dict(os.environ)
+        if self._hide_secrets:
+            from attnscope.implementations.hub.trust import without_secrets
+
+            environment = without_secrets(environment)
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "attnscope.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],

@@ -1,0 +1,193 @@
+"""Sharing traces: what is refused before anything is sent, and what arrives at a stand-in for the hub."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from attnscope import share
+from attnscope.errors import TraceError, UsageError
+from hub_stand_in import Hub
+
+needs_hub = pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="needs huggingface_hub")
+CLEAN = {"traceEvents": [{"name": "aten::mm", "ph": "X", "ts": 1, "dur": 2}]}
+HOME = CLEAN | {"traceName": "/home/jane/run/trace.json"}
+DUMP = CLEAN | {"environ": {"HOME": "/srv", "LD_LIBRARY_PATH": "/opt/lib", "API_TOKEN": "hunter2"}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of traces, with a file beside them that is none."""
+    place = tmp_path / "traces"
+    (place / "deep er").mkdir(parents=True)
+    (place / "a.json").write_text(json.dumps(CLEAN))
+    (place / "deep er" / "b.json.gz").write_bytes(gzip.compress(json.dumps(CLEAN).encode()))
+    (place / "notes.txt").write_text("not a trace")
+    (place / "login.json").write_text('{"password": "hunter2", "ph": 1}')  # nor is this, for all its name
+    return place
+
+
+def attnscope_share(hub, home, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "attnscope", "share", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_TOKEN": "hf_test"},
+    )
+
+
+@pytest.mark.parametrize("body", [HOME, DUMP])
+@pytest.mark.parametrize("name", ["c.json", "c.json.gz"])
+def test_a_trace_that_gives_something_away_is_not_sent(folder, monkeypatch, body, name):
+    data = json.dumps(body).encode()
+    (folder / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    monkeypatch.setattr(share, "_uploader", lambda: pytest.fail("it went on to send"))
+    with pytest.raises(UsageError, match=f"nothing was sent.*\n{name} holds .*\nhint: --scrub"):
+        share.share_traces(folder, "me/traces")
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "homes"),
+    [
+        ('{"env": {"HOME": "/srv", "USER": "x"}}', True, set()),
+        ('{"args": "LD_LIBRARY_PATH=/usr/lib"}', True, set()),
+        ('{"args": {"PATH": 1}}', False, set()),  # one word that happens to be a variable's
+        ('{"f": "/home/jane/x.py(3): f"}', False, {"/home/jane"}),
+        (r'{"f": "C:\\Users\\jane\\x.py"}', False, {r"C:\\Users\\jane"}),
+        ('{"f": "/usr/lib/python3/x.py"}', False, set()),
+    ],
+)
+def test_what_a_trace_gives_away(tmp_path, text, environment, homes):
+    path = tmp_path / "t.json"
+    path.write_text(" " * ((1 << 20) - 12) + text)  # across two blocks
+    found = share.look_for_private(path)
+    assert (found.environment, found.homes) == (environment, homes)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (json.dumps(CLEAN), True),
+        (' [{"ph": "X"}]', True),
+        (" " * ((1 << 20) - 6) + '{"traceEvents": []}', True),
+        ("[1, 2]", False),
+        ('{"ph": "X"}', False),
+    ],
+)
+def test_only_what_is_a_trace_is_shared(tmp_path, text, found):
+    (tmp_path / "t.json").write_text(text)
+    (tmp_path / "u.json").write_text(json.dumps(CLEAN))
+    traces, left_out = share.find_traces(tmp_path)
+    assert (set(traces), left_out) == (({"t.json", "u.json"}, ()) if found else ({"u.json"}, ("t.json",)))
+
+
+def test_real_traces_of_others_are_scrubbed_or_refused(shared, tmp_path):
+    """The one with a user's home in it, by its bytes before and after."""
+    path = shared / "traces" / "mi300-sdpa-long.json.gz"
+    assert share.look_for_private(path).homes
+    share.scrubbed(path, tmp_path / path.name)
+    assert not list(share.look_for_private(tmp_path / path.name).sentences())
+
+
+@pytest.mark.parametrize("body", [HOME, DUMP])
+def test_a_scrubbed_copy_gives_nothing_away_and_keeps_its_events(tmp_path, body):
+    path, target = tmp_path / "t.json.gz", tmp_path / "copy.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(body).encode()))
+    share.scrubbed(path, target)
+    assert json.loads(gzip.decompress(target.read_bytes())) == CLEAN
+
+
+def test_what_cannot_be_scrubbed_is_not_sent(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [{"name": "x", "args": {"HOME": "1", "USER": "jane"}}]}))
+    with pytest.raises(TraceError, match="cannot be scrubbed: what is left holds environment"):
+        share.scrubbed(path, tmp_path / "copy.json")
+    path.write_text("{not json")
+    with pytest.raises(TraceError, match="cannot be scrubbed, it is not JSON"):
+        share.scrubbed(path, tmp_path / "copy.json")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "make", "sentence"),
+    [
+        ("traces", lambda p: p, "--bucket must be USER/NAME"),
+        ("me/a/b", lambda p: p, "--bucket must be USER/NAME"),
+        ("me/traces", lambda p: p / "none", "share must be given a folder"),
+        ("me/traces", lambda p: p.parent / "empty", "it holds none"),
+    ],
+)
+def test_arguments(folder, bucket, make, sentence):
+    (folder.parent / "empty").mkdir()
+    with pytest.raises(UsageError, match=sentence):
+        share.share_traces(make(folder), bucket)
+
+
+def test_without_a_library_that_uploads_it_says_which(folder, monkeypatch):
+    monkeypatch.setattr(
+        "attnscope.implementation.missing_package", lambda package: f"package {package} is not installed"
+    )
+    with pytest.raises(UsageError, match=r"huggingface-hub.* is not installed\nhint: pip install 'attnscope\[hub\]'"):
+        share.share_traces(folder, "me/traces")
+
+
+@needs_hub
+@pytest.mark.parametrize("mirror", [False, True])
+def test_trace_util_is_told_not_to_delete_since_it_would(folder, monkeypatch, mirror):
+    """By a module with the signature of trace-util 0.2, whose ``delete`` is True by default."""
+    asked = {}
+
+    def upload_traces(bucket_name, folder_path, *, token=None, delete=True, do_login=True, recursive=True):
+        asked.update(bucket=bucket_name, delete=delete, do_login=do_login)
+        return [types.SimpleNamespace(path=name) for name in share.find_traces(folder_path)[0]]
+
+    stand_in = types.ModuleType("trace_util")
+    stand_in.upload_traces = upload_traces
+    monkeypatch.setitem(sys.modules, "trace_util", stand_in)
+    monkeypatch.setattr("attnscope.implementation.missing_package", lambda package: None)
+    monkeypatch.setattr(share, "_is_public", lambda bucket: True)
+    shared = share.share_traces(folder, "me/traces", mirror=mirror)
+    assert asked == {"bucket": "me/traces", "delete": mirror, "do_login": False}
+    assert shared.through == "trace-util"
+    assert shared.links["deep er/b.json.gz"].endswith("/buckets/me/traces/resolve/deep%20er/b.json.gz")
+
+
+OTHER = {"type": "file", "path": "old.json", "size": 1, "xetHash": "0" * 64}
+
+
+@needs_hub
+@pytest.mark.slow
+def test_traces_arrive_and_nothing_is_deleted(folder, tmp_path):
+    """Through whichever library is installed: both speak to the same endpoint."""
+    (folder / "c.json").write_text(json.dumps(HOME))
+    with Hub(buckets={"me/traces": {"old.json": OTHER}}) as hub:
+        done = attnscope_share(hub, tmp_path, folder, "--bucket", "me/traces", "--scrub")
+    assert done.returncode == 0, done.stderr
+    assert {(one["type"], one["path"]) for one in hub.operations} == {
+        ("addFile", "a.json"), ("addFile", "deep er/b.json.gz"), ("addFile", "c.json"),
+    }  # fmt: skip
+    assert "old.json" in hub.buckets["me/traces"]
+    assert "left out, no traces: login.json" in done.stderr
+    through = "trace-util" if importlib.util.find_spec("trace_util") else "huggingface_hub"
+    assert f"uploaded through {through}" in done.stderr
+    links = [line.strip() for line in done.stdout.splitlines() if "ui.perfetto.dev" in line]
+    assert links == [
+        f"https://ui.perfetto.dev/#!/?url={hub.endpoint}/buckets/me/traces/resolve/{path}"
+        for path in ("a.json", "c.json", "deep%20er/b.json.gz")
+    ]
+
+
+@needs_hub
+@pytest.mark.slow
+def test_only_mirror_deletes(folder, tmp_path):
+    with Hub(buckets={"me/traces": {"old.json": OTHER}}) as hub:
+        done = attnscope_share(hub, tmp_path, folder, "--bucket", "me/traces", "--mirror")
+    assert done.returncode == 0, done.stderr
+    assert [one["path"] for one in hub.operations if one["type"] == "deleteFile"] == ["old.json"]
