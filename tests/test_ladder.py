@@ -128,7 +128,7 @@ def test_tiles_go_round_the_buffers(emulated, block):
         ("publish_to_products();", ""),
         ("      wait_for_products<0>();", ""),
         ("#define STAGES 3", "#define STAGES 2"),
-        ("    __syncthreads();", ""),
+        ("    meet<BLOCK_SIZE>();", ""),
     ],
 )
 def test_the_emulator_sees_what_a_warpgroup_kernel_may_lack(emulated, tmp_path, monkeypatch, stands, instead):

@@ -111,7 +111,7 @@ struct KeysAndValues {
   __device__ __forceinline__ void enter(int tile) const {
     wait_for_copies<0>();
     publish_to_products();
-    __syncthreads();
+    meet<BLOCK_SIZE>();
     if (tile + 1 < tiles) start_copies(tile + 1);
   }
 };
