@@ -235,7 +235,6 @@ def test_locking_keeps_what_the_hub_lists_and_fetches_no_file(monkeypatch):
     files = hub_kernels.files()
     with Hub({"org/small": Repository(files)}) as endpoint:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint.endpoint)
-        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", endpoint.endpoint)
         for text, sentence in (
             ("org/small@main", "--moving locks what it stands for now"),
             ("org/small@v9", "has no revision 'v9'; it has: main, v1"),
@@ -246,6 +245,7 @@ def test_locking_keeps_what_the_hub_lists_and_fetches_no_file(monkeypatch):
         assert trust.read_lock() == {}
         assert trust.lock_kernel("org/small@1") == COMMIT
         assert trust.lock_kernel("org/small@main", moving=True, trust_remote_code=True) == COMMIT
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(UsageError, match="the hub did not list org/small: ConnectError"):
         trust.lock_kernel("org/small@1")
     assert not [path for _, path, _ in endpoint.requests if "/resolve/" in path]
