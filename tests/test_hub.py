@@ -233,7 +233,8 @@ def test_the_reference_makes_the_same_kernel_elsewhere():
 @needs_kernels
 def test_locking_keeps_what_the_hub_lists_and_fetches_no_file(monkeypatch):
     files = hub_kernels.files()
-    with Hub({"org/small": Repository(files)}) as endpoint:
+    byte_code = {f"build/torch-cpu/{path}": b"" for path in ("stray.pyc", "__pycache__/x.txt")}
+    with Hub({"org/small": Repository(files | byte_code)}) as endpoint:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint.endpoint)
         for text, sentence in (
             ("org/small@main", "--moving locks what it stands for now"),
