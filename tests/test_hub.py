@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import sys
+import types
 
 import pytest
 
@@ -16,7 +18,7 @@ from attnscope.device import Device
 from attnscope.errors import UsageError
 from attnscope.implementation import _registered, safe_reasons
 from attnscope.implementations import hub
-from attnscope.implementations.hub import trust
+from attnscope.implementations.hub import child, trust
 from attnscope.workload import Workload
 from hub_stand_in import COMMIT, Hub, Repository
 
@@ -233,9 +235,9 @@ def test_the_reference_makes_the_same_kernel_elsewhere():
 @needs_kernels
 def test_locking_keeps_what_the_hub_lists_and_fetches_no_file(monkeypatch):
     files = hub_kernels.files()
-    with Hub({"org/small": Repository(files)}) as endpoint:
+    byte_code = {f"build/torch-cpu/{path}": b"" for path in ("stray.pyc", "__pycache__/x.txt")}
+    with Hub({"org/small": Repository(files | byte_code)}) as endpoint:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint.endpoint)
-        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", endpoint.endpoint)
         for text, sentence in (
             ("org/small@main", "--moving locks what it stands for now"),
             ("org/small@v9", "has no revision 'v9'; it has: main, v1"),
@@ -246,6 +248,7 @@ def test_locking_keeps_what_the_hub_lists_and_fetches_no_file(monkeypatch):
         assert trust.read_lock() == {}
         assert trust.lock_kernel("org/small@1") == COMMIT
         assert trust.lock_kernel("org/small@main", moving=True, trust_remote_code=True) == COMMIT
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(UsageError, match="the hub did not list org/small: ConnectError"):
         trust.lock_kernel("org/small@1")
     assert not [path for _, path, _ in endpoint.requests if "/resolve/" in path]
@@ -331,11 +334,28 @@ def test_a_broken_kernel_is_a_reason(tmp_path, monkeypatch, stub_torch, code, ca
     assert kernel.origin == "org/small at local"
 
 
-@needs_kernels
-def test_one_kernel_may_load_another_only_by_its_commit(tmp_path):
-    build = hub_kernels.write(tmp_path, **{"kernel-depends": [{"repo-id": "org/x", "version": 1}]}) / "build/torch-cpu"
-    with pytest.raises(UsageError, match="it loads org/x at '1', which is not a 40-digit commit"):
-        hub._refuse_loose_dependencies(build, "org/small")
+def test_one_kernel_may_load_another_only_by_its_commit_at_any_depth(tmp_path, monkeypatch):
+    def build(name, **depends):
+        folder = hub_kernels.write(tmp_path / name, **{"kernel-depends": [{"repo-id": "org/x"} | depends]})
+        return folder / "build" / hub_kernels.VARIANT
+
+    library = types.ModuleType("kernels")
+    library.install_kernel = lambda repo, **_: build("below", version=7)
+    monkeypatch.setitem(sys.modules, "kernels", library)
+    assert child.loose_dependencies(build("a", version=1), False) == ["org/x at 1"]
+    assert child.loose_dependencies(build("b", revision="main"), False) == ["org/x at main"]
+    assert child.loose_dependencies(build("c", revision=COMMIT), False) == ["org/x at 7"]
+
+
+def test_a_kernel_with_a_loose_dependency_is_refused_before_it_is_loaded(monkeypatch):
+    def answer(work, *_):
+        assert work == "fetch"
+        return {"folder": ".", "loose": ["org/x at 1"]}
+
+    monkeypatch.setattr(hub, "_ask_child", answer)
+    monkeypatch.setattr("attnscope.implementation.missing_package", lambda package: None)
+    with pytest.raises(UsageError, match="it loads org/x at 1, which is not a 40-digit commit"):
+        hub.open_kernel(f"hub:org/small@{COMMIT}")
 
 
 @pytest.fixture

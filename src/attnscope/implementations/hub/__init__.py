@@ -167,7 +167,8 @@ def open_kernel(text: str) -> HubKernel:
         folder = Path(answer["folder"])
         if pin.files is not None:
             verify_files(folder, pin)
-        _refuse_loose_dependencies(folder, pin.repo)
+        if answer["loose"]:
+            raise UsageError(f"{pin.repo} is refused: it loads {answer['loose'][0]}, which is not a 40-digit commit")
     answer = _ask_child("probe", {"folder": str(folder)}, without_secrets(dict(os.environ)), PROBE_LIMIT_S)
     if "error" in answer:
         return HubKernel(replace(facts, problem=f"cannot be loaded: {answer['error']}: {answer['message']}"))
@@ -197,16 +198,6 @@ def _fetch_problem(answer: dict[str, str], pin: Pin, revision: str) -> str:
             f"hint: {asked}if you trust its code, attnscope kernels lock {pin.repo}@{revision} --trust-remote-code"
         )
     return f"cannot be fetched: {answer['error']}: {answer['message']}"
-
-
-def _refuse_loose_dependencies(folder: Path, repo: str) -> None:
-    """A kernel may name others that it loads; those must be pinned by a commit too. Raises UsageError."""
-    metadata = json.loads((folder / "metadata.json").read_text())
-    for other in metadata.get("kernel-depends") or ():
-        revision = str(other.get("revision") or other.get("version"))
-        if not re.fullmatch(r"[0-9a-f]{40}", revision):
-            name = other.get("repo-id", "another kernel")
-            raise UsageError(f"{repo} is refused: it loads {name} at {revision!r}, which is not a 40-digit commit")
 
 
 def _ask_child(

@@ -19,14 +19,32 @@ _FOLDERS = re.compile(r"(?<![\w:/.-])/(?:[^/\s'\"`]+/)+")  # of a path; those of
 
 
 def fetch(repo: str, commit: str, trust: bool) -> dict[str, Any]:
-    """Download the build for this machine by the library's rules (trust, cache, offline); its folder."""
+    """Download the build for this machine, and what it depends on, by the library's rules (trust, cache, offline).
+
+    Returns its ``folder``, and the ``loose`` ones among the kernels that it would load: those not named by a commit.
+    """
     import kernels
     from huggingface_hub import constants
 
     folder = kernels.install_kernel(
         repo, revision=commit, trust_remote_code=trust, local_files_only=constants.HF_HUB_OFFLINE
     )
-    return {"folder": str(folder)}
+    return {"folder": str(folder), "loose": loose_dependencies(folder, trust)}
+
+
+def loose_dependencies(folder: Path, trust: bool) -> list[str]:
+    """``repo at revision`` of every kernel, at any depth, that a build loads by a version or a branch."""
+    import kernels
+
+    found = []
+    for other in json.loads((folder / "metadata.json").read_text()).get("kernel-depends") or ():
+        repo, revision = other["repo-id"], other.get("revision") or other.get("version")
+        if not re.fullmatch(r"[0-9a-f]{40}", str(revision)):
+            found.append(f"{repo} at {revision}")
+            continue
+        below = kernels.install_kernel(repo, revision=revision, trust_remote_code=trust, local_files_only=True)
+        found += loose_dependencies(below, trust)
+    return found
 
 
 def probe(folder: str) -> dict[str, Any]:

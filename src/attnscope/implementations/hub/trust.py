@@ -25,6 +25,7 @@ LOCK_VERSION = 1
 SPELLING = "hub:OWNER/NAME@REVISION or hub:./FOLDER"
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|(^|_)(AUTH|PAT)(_|$)", re.I)
 _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]*@")  # an address with a password in it
+_BYTE_CODE = re.compile(r"\.pyc$|(^|/)__pycache__/")  # the library never fetches it
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSION = re.compile(r"v?(\d{1,9})")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.A)
@@ -224,7 +225,7 @@ def _hub_listing(spec: Spec) -> tuple[str, dict[str, str]]:
         files = {
             item.path: f"sha256:{item.lfs.sha256}" if item.lfs else f"git-sha1:{item.blob_id}"
             for item in tree
-            if isinstance(item, RepoFile)
+            if isinstance(item, RepoFile) and not _BYTE_CODE.search(item.path)
         }
     except UsageError:
         raise
