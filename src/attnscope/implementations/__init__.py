@@ -13,6 +13,7 @@ IMPLEMENTATIONS: tuple[tuple[str, str], ...] = (
     ("sdpa_flash", "attnscope.implementations.sdpa:SdpaFlash"),
     ("sdpa_cudnn", "attnscope.implementations.sdpa:SdpaCudnn"),
     ("sdpa_auto", "attnscope.implementations.sdpa:SdpaAuto"),
+    ("triton_fused", "attnscope.implementations.triton_fused:TritonFused"),
     ("forward_v1", "attnscope.implementations.cuda_ladder:ForwardV1"),
     ("forward_v2", "attnscope.implementations.cuda_ladder:ForwardV2"),
     ("forward_v3", "attnscope.implementations.cuda_ladder:ForwardV3"),
