@@ -280,16 +280,19 @@ class PreparedTritonFused:
         arguments: list[Any] = []
         for tensor in tensors:
             arguments += list(tensor) if isinstance(tensor, tuple) else [tensor, tensor.stride()]
-        # in a tile, 32 bits hold every offset but that of an odd view
-        strides = [t.stride() for t in tensors if not isinstance(t, tuple)]
-        side, block = max(tile.rows, tile.keys), max(self.dims["BLOCK_D"], self.dims["BLOCK_DV"])
-        constants["WIDE"] = any(side * rows + block * columns >= 2**31 for *_, rows, columns in strides)
-        constants |= {"ROWS": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
+        strides = [tensor.stride() for tensor in tensors if not isinstance(tensor, tuple)]
+        sides = max(tile.rows, tile.keys), max(self.dims["BLOCK_D"], self.dims["BLOCK_DV"])
+        constants |= {"WIDE": is_wide(strides, *sides), "ROWS": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
         kernel = getattr(self.kernels, f"triton_fused_attention_{name}")
         if self.compile_only:
             _ = kernel.warmup(*arguments, *rest, grid=(programs,), **constants).run  # this loads it, and its launcher
         else:
             kernel[(programs,)](*arguments, *rest, **constants)
+
+
+def is_wide(strides: list[tuple[int, ...]], rows: int, columns: int) -> bool:
+    """Whether offsets within a tile need 64 bits, as they do in odd views only; where it begins always has them."""
+    return any(rows * of_row + columns * of_column >= 2**31 for *_, of_row, of_column in strides)
 
 
 def _grad_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
