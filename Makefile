@@ -13,10 +13,13 @@ test: lint unit
 lint: venv
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-# One thread a process and a process a core: small tensors gain nothing from more. What measures time runs alone.
+# One thread a process and a process a core: small tensors gain nothing from more. What measures time runs alone, and
+# triton_fused in processes that import Triton as an interpreter, which torch.compile's tests must not.
 unit: venv
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not serial" -n logical --dist worksteal
 	$(BIN)/pytest -m "serial and not gpu"
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n logical --dist worksteal \
+		-k triton_fused tests/test_contract.py tests/test_triton_fused_interpreted.py
 
 venv: $(VENV)/.installed
 # Built anew when what it is built from changed; otherwise this does nothing.

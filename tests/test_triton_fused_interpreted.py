@@ -28,15 +28,10 @@ from attnscope.judging import judge
 from attnscope.records import TensorCheck
 from attnscope.workload import Workload
 from strategies import PATTERNS
-from triton_interpreter import needs_interpreter, quicken
+from triton_interpreter import needs_interpreter
 
 pytestmark = needs_interpreter
 WORKLOADS, CHUNK = 200, 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_interpreter() -> None:
-    quicken()
 
 
 def failures(prepared: triton_fused.PreparedTritonFused, inputs: Inputs) -> list[TensorCheck]:
@@ -59,8 +54,8 @@ def random_workload(seed: int) -> Workload:
     def sometimes(value: Any, chance: float = 0.25) -> Any:
         return value if draw.random() < chance else None
 
-    length = [1, 2, 7, 15, 16, 17, 18, 20, 31, 33]
-    H_kv, group, B = draw.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1)])
+    length = [1, 2, 7, 15, 16, 17, 20, 33]
+    H_kv, group, B = draw.choice([*[(1, 1, 1)] * 4, (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
     L = draw.choice([0, *length] if draw.random() < 0.1 else length)
     S = L if draw.random() < 0.4 else draw.choice([0, *length] if draw.random() < 0.1 else length)
     D = draw.choice([1, 3, 8, 16, 20])
@@ -126,47 +121,37 @@ def test_the_whole_check_passes(text: str, cpu: Device) -> None:
 
 # --- the kernels, each wrong in one place -----------------------------------------------------------------------------
 
+CAUSAL, WINDOW, WIDER = "B1,H1,L20,D8,fp32,causal", "B1,H1,L20,D8,fp32,window=9", "B1,H1,L40,D8,fp32,window=17"
+LONG, DOCUMENTS = "B1,H1,L8,S40,D8,fp32", "H1,D8,fp32,packed=9/11"
+FULL = "B2,H4/2,L7,S15,D8,fp32,causal=bottom_right,alibi,softcap=1,sinks,dropout=0.3,lengths=15/12,bias=fp32:1x1xLxS"
 # What is replaced, by what, and a workload on which the judge must see it.
 MUTANTS = {
-    "the diagonal is hidden": ("rows + offset + 1)", "rows + offset)", "B1,H1,L20,D8,fp32,causal"),
-    "one key too many": ("rows + offset + 1)", "rows + offset + 2)", "B1,H1,L20,D8,fp32,causal"),
-    "the window is a key short": (
-        "rows + offset - window + 1)", "rows + offset - window + 2)", "B1,H1,L20,D8,fp32,window=9"
+    "the diagonal is hidden": ("rows + offset + 1)", "rows + offset)", CAUSAL),
+    "one key too many": ("rows + offset + 1)", "rows + offset + 2)", CAUSAL),
+    "dk's diagonal is hidden": ("tl.maximum(low, keys - offset)", "tl.maximum(low, keys - offset + 1)", CAUSAL),
+    "the window is a key short": ("rows + offset - window + 1)", "rows + offset - window + 2)", WINDOW),
+    "the window is a key long": ("rows + offset + window)", "rows + offset + window + 1)", WINDOW),
+    "dk's window is a row short": ("keys - offset - window + 1)", "keys - offset - window + 2)", WINDOW),
+    "a boundary tile is taken as whole": (
+        "(tl.maximum(tl.max(low, 0), 0) + TILE - 1) // TILE", "tl.maximum(tl.min(low, 0), 0) // TILE", WIDER
     ),
-    "the window is a key long": ("rows + offset + window)", "rows + offset + window + 1)", "B1,H1,L20,D8,fp32,window=9"),
-    "dk's window is a row short": (
-        "keys - offset - window + 1)", "keys - offset - window + 2)", "B1,H1,L20,D8,fp32,window=9"
-    ),
-    "dk's diagonal is hidden": ("tl.maximum(low, keys - offset)", "tl.maximum(low, keys - offset + 1)",
-                                "B1,H1,L20,D8,fp32,causal"),
-    "bottom right is top left": ("offset = length - L", "offset = 0", "B1,H1,L17,S20,D8,fp32,causal=bottom_right"),
-    "padding is seen": ("length = tl.load(lengths + b)", "length = S", "B2,H1,L8,S20,D8,fp32,lengths=20/7"),
-    "documents see each other": ("tl.minimum(high, tl.load(ends + rows))", "high", "H1,D8,fp32,packed=9/11"),
-    "a tile is taken as whole that is not": (
-        "(tl.maximum(tl.max(low, 0), 0) + TILE - 1) // TILE", "tl.maximum(tl.min(low, 0), 0) // TILE",
-        "B1,H1,L40,D8,fp32,window=17",
-    ),
-    "the last tile is lost": ("tl.minimum(tl.max(high, 0), limit)", "tl.minimum(tl.max(high, 0), limit) // TILE * TILE",
-                              "B1,H1,L20,D8,fp32"),
-    "out is not rescaled": ("v_tile, acc * rescale[:, None]", "v_tile, acc", "B1,H1,L40,D8,fp32"),
-    "the sum is not rescaled": ("total * rescale +", "total +", "B1,H1,L40,D8,fp32"),
-    "the scale is forgotten": ("scores = raw * scale", "scores = raw", "B1,H1,L8,D8,fp32"),
-    "a group's heads are interleaved": ("b, h // GROUP", "b, h % (H // GROUP)", "B1,H4/2,L8,D8,fp32"),
-    "dk takes one head of its group": ("kv * GROUP + GROUP)", "kv * GROUP + 1)", "B1,H2/1,L8,D8,fp32"),
-    "dq lacks delta": ("(grad_p - delta[:, None]) * slope_of_cap", "grad_p * slope_of_cap", "B1,H1,L8,D8,fp32"),
-    "dk lacks delta": ("(grad_p - delta_row[None, :])", "grad_p", "B1,H1,L8,D8,fp32"),
-    "dq lacks the scale": ("acc * scale, ROWS", "acc, ROWS", "B1,H1,L8,D8,fp32"),
-    "dk lacks the scale": ("dk_acc * scale, KEYS", "dk_acc, KEYS", "B1,H1,L8,D8,fp32"),
-    "softcap is not differentiated": ("(grad_p - delta[:, None]) * slope_of_cap", "(grad_p - delta[:, None])",
-                                      "B1,H1,L8,D8,fp32,softcap=1"),
-    "dropout spares dP": ("tile * keep_scale, 0.0)", "tile, 0.0)", "B1,H1,L8,D8,fp32,dropout=0.3"),
-    "ALiBi forgets the offset": ("tl.abs(rows + offset - keys)", "tl.abs(rows - keys)",
-                                 "B1,H2,L7,S20,D8,fp32,causal=bottom_right,alibi"),
-    "a sink has a value": ('tl.where(top > -float("inf"), 1.0, total)', "total + 0.0", "B1,H1,L8,D8,fp32,sinks"),
-    "dbias takes one batch entry": ("B // B_OUT)", "1)", "B2,H1,L8,D8,fp32,bias=fp32:1xHxLxS"),
-    "dbias takes one head": ("h_out + H // H_OUT", "h_out + 1", "B1,H2,L8,D8,fp32,bias=fp32:Bx1xLxS"),
-    "lse is of base 2": ("* 0.6931471805599453", "* 1.0", "B1,H1,L8,D8,fp32"),
-    "tanh is off near 0": ("-1 / 3 + y", "-1 / 4 + y", "B1,H1,L8,D8,fp32,softcap=8"),
+    "documents see each other": ("tl.minimum(high, tl.load(ends + rows))", "high", DOCUMENTS),
+    "the last tile is lost": ("tl.minimum(tl.max(high, 0), limit)", "tl.max(high, 0) // TILE * TILE", LONG),
+    "out is not rescaled": ("v_tile, acc * rescale[:, None]", "v_tile, acc", LONG),
+    "the sum is not rescaled": ("total * rescale +", "total +", LONG),
+    "dq lacks the scale": ("acc * scale, ROWS", "acc, ROWS", LONG),
+    "lse is of base 2": ("* 0.6931471805599453", "* 1.0", LONG),
+    "bottom right is top left": ("offset = length - L", "offset = 0", FULL),
+    "padding is seen": ("length = tl.load(lengths + b)", "length = S", FULL),
+    "a group's heads are interleaved": ("b, h // GROUP", "b, h % (H // GROUP)", FULL),
+    "dk takes one head of its group": ("kv * GROUP + GROUP)", "kv * GROUP + 1)", FULL),
+    "dk lacks delta": ("(grad_p - delta_row[None, :])", "grad_p", FULL),
+    "softcap is not differentiated": ("(grad_p - delta[:, None]) * slope_of_cap", "(grad_p - delta[:, None])", FULL),
+    "dropout is not made up for": ("tile * keep_scale, 0.0)", "tile, 0.0)", FULL),
+    "ALiBi forgets the offset": ("tl.abs(rows + offset - keys)", "tl.abs(rows - keys)", FULL),
+    "a sink is forgotten": ('tl.where(top > -float("inf"), 1.0, total)', "total + 0.0", FULL),
+    "dbias takes one batch entry": ("B // B_OUT)", "1)", FULL),
+    "dbias takes one head": ("h_out + H // H_OUT", "h_out + 1", FULL),
 }  # fmt: skip
 
 
@@ -192,14 +177,14 @@ def test_a_wrong_kernel_is_found_out(mutant: tuple[str, Any], cpu: Device) -> No
     name, kernels = mutant
     workload = Workload.parse(MUTANTS[name][2])
     prepared = triton_fused.PreparedTritonFused(workload, cpu, kernels)
-    assert any(failures(prepared, make_inputs(workload, cpu, 0, kind)) for kind in ("plain", "needles"))
+    assert failures(prepared, make_inputs(workload, cpu, 0, "needles"))
 
 
 def test_the_mutants_workloads_pass_unharmed(cpu: Device) -> None:
     for text in dict.fromkeys(text for *_, text in MUTANTS.values()):
         workload = Workload.parse(text)
         prepared = find("triton_fused").prepare(workload, cpu)
-        assert not failures(prepared, make_inputs(workload, cpu, 0, "plain")), text
+        assert not failures(prepared, make_inputs(workload, cpu, 0, "needles")), text
 
 
 # --- what only a whole call can show ----------------------------------------------------------------------------------

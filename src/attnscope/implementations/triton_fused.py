@@ -6,8 +6,8 @@ they walk a mask stand in ``triton_fused_kernels.py``; here are the sheet, the t
 Forward: one kernel. Backward: delta = rowsum(dO * O); dq, a program a tile of rows; dk and dv, a program a tile of
 keys, which sums over its group of query heads; dbias, where there is a bias, in a pass of its own that recomputes the
 scores, so that a bias shared by heads or batch entries needs neither atomics nor a score matrix. Nothing is tuned when
-it is called: ``TILES`` says what is compiled. On a CPU the kernels run in Triton's interpreter (``TRITON_INTERPRET=1``),
-which is for tests: it is thousands of times slower than a card.
+it is called: ``TILES`` says what is compiled. On a CPU the kernels run in Triton's interpreter, for tests alone: it is
+thousands of times slower than a card.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ class Tiles:
     dkdv: Tile
 
 
-# By (largest head dim, bytes of an element): the first entry that holds both head dims is taken. Chosen so that no
-# kernel spills registers (tests/test_triton_compile.py) and each fits its card's shared memory.
+# By what multiplies, then by (largest head dim, bytes of an element): the first entry that holds both head dims is
+# taken. Sized so that no kernel spills registers (tests/test_triton_fused.py compiles them all) and each fits the shared
+# memory of the smallest card. fp32 takes three TF32 products of operands split in two each, hence its small tiles.
 TILES: dict[str, dict[tuple[int, int], Tiles]] = {
-    "large": {  # 163 KiB of shared memory or more: 8.0, 8.7, 9.0, 10.x
-        (64, 2): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        (128, 2): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        (256, 2): Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
-        (64, 4): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        (128, 4): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
-        (256, 4): Tiles(Tile(32, 16, 4, 2), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    "wgmma": {  # 9.0 to 10.3: warp groups multiply 64 rows at a time, 227 KiB of shared memory
+        (64, 2): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        (128, 2): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        (256, 2): Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        (64, 4): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+        (128, 4): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2)),
+        (256, 4): Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     },
-    "small": {  # 99 KiB: 8.6, 8.9, 12.x
-        (64, 2): Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-        (128, 2): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
-        (256, 2): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-        (64, 4): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        (128, 4): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-        (256, 4): Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    "mma": {  # 8.x and 12.x: a warp multiplies 16 rows at a time, 99 KiB of shared memory at the least
+        (64, 2): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        (128, 2): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)),
+        (256, 2): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
+        (64, 4): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+        (128, 4): Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+        (256, 4): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     },
 }
-SMALL_CARDS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 class TritonFused(SheetImplementation):
@@ -156,12 +156,12 @@ def _size_reasons(w: Workload) -> Iterator[str]:
 def choose_tiles(w: Workload, device: Device) -> Tiles:
     """The entry of ``TILES`` for the workload's head dims, dtype and card; the interpreter's own on a CPU."""
     if device.kind == "cpu":
-        side = 16 if max(w.L, w.S) <= 64 else 64  # small, to have tiles of every kind; large, to end at all
+        side = 16 if max(w.L, w.S) <= 40 else 128  # small, to have tiles of every kind; large, to end at all
         tile = Tile(side, side, 4, 1)
         return Tiles(tile, tile, tile)
     size, dim = 4 if w.dtype == "fp32" else 2, max(w.D, w.D_v)
-    card = "small" if device.capability in SMALL_CARDS else "large"
-    return next(tiles for (most, bytes_), tiles in TILES[card].items() if most >= dim and bytes_ == size)
+    multiplies = "wgmma" if device.capability is not None and (9, 0) <= device.capability < (12, 0) else "mma"
+    return next(tiles for (most, bytes_), tiles in TILES[multiplies].items() if most >= dim and bytes_ == size)
 
 
 class PreparedTritonFused:
@@ -282,7 +282,12 @@ class PreparedTritonFused:
             arguments += list(tensor) if isinstance(tensor, tuple) else [tensor, tensor.stride()]
         strides = [tensor.stride() for tensor in tensors if not isinstance(tensor, tuple)]
         sides = max(tile.rows, tile.keys), max(self.dims["BLOCK_D"], self.dims["BLOCK_DV"])
-        constants |= {"WIDE": is_wide(strides, *sides), "ROWS": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
+        constants |= {
+            "WIDE": is_wide(strides, *sides),
+            "ROWS": tile.rows,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
         kernel = getattr(self.kernels, f"triton_fused_attention_{name}")
         if self.compile_only:
             _ = kernel.warmup(*arguments, *rest, grid=(programs,), **constants).run  # this loads it, and its launcher

@@ -5,8 +5,8 @@ Reads pointers, strides and sizes, writes out, lse and gradients. Must not impor
 stage. Functions marked ``_device`` become Triton's when :func:`load` is called; until then they are plain text.
 
 Every geometric mask is one interval of keys per row (of rows per key, seen from a key), so a tile of scores is one of
-three: hidden, and skipped; seen whole, and not masked; at a boundary, and masked. Each row of tiles is walked in three
-stretches: boundary, whole, boundary. Scores are kept times log2(e), so that an exponential is one exp2. Sums are
+three: hidden, and skipped; seen whole, and not masked; at a boundary, and masked. Each row of tiles is walked twice:
+what is seen whole, then both boundaries. Scores are kept times log2(e), so that an exponential is one exp2. Sums are
 float32 and no two programs write the same place, so results do not depend on the order in which programs run.
 
 What a tensor's strides name is (B, H, rows, columns). ``Geometry`` arguments, always in this order: ``lengths`` (B,)
@@ -106,6 +106,8 @@ def _rows_of_keys(
 def _stretches(low, high, limit, TILE: tl.constexpr):
     """first, whole, tail, last: [first, whole) and [tail, last) need a mask, [whole, tail) does not.
 
+    The two that need it are walked as one, with a gap.
+
     All but ``last`` are multiples of TILE.
     """
     last = tl.minimum(tl.max(high, 0), limit)
@@ -116,6 +118,14 @@ def _stretches(low, high, limit, TILE: tl.constexpr):
         whole = first
         tail = first
     return first, whole, tail, last
+
+
+@_device
+def _behind_gap(place, gap_at, gap, MASKED: tl.constexpr):
+    """The place in a walk that leaves out ``gap`` at ``gap_at``; only the walk over boundary tiles has a gap."""
+    if MASKED:
+        place = tl.where(place < gap_at, place, place + gap)
+    return place
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
@@ -234,13 +244,14 @@ def _log2_lse(lse, rows, inside):
 
 @_device
 def _attend(
-    acc, top, total, q, k, k_strides, v, v_strides, start, stop, b, h, rows, low, high, offset, L, S,
+    acc, top, total, q, k, k_strides, v, v_strides, start, stop, gap_at, gap, b, h, rows, low, high, offset, L, S,
     scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [start, stop) by tiles: adds to ``acc`` and ``total``, raises ``top``."""
-    for key in range(start, stop, KEYS):
+    for place in range(start, stop, KEYS):
+        key = _behind_gap(place, gap_at, gap, MASKED)
         keys = key + tl.arange(0, KEYS)[None, :]
         k_tile = _load(k, k_strides, key, S, KEYS, BLOCK_D, D, WIDE, MASKED)
         raw = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
@@ -292,19 +303,14 @@ def triton_fused_attention_forward(
         sink = tl.load(sinks + h) * 1.4426950408889634
         top = tl.maximum(top, sink)
         total = tl.where(top > -float("inf"), 1.0, total)
-    if WINDOWED or starts is not None:
-        acc, top, total = _attend(
-            acc, top, total, q_tile, k, k_strides, v, v_strides, first, whole, b, h, rows, low, high, offset, L, S,
-            scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
-            D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, True,
-        )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, q_tile, k, k_strides, v, v_strides, whole, tail, b, h, rows, low, high, offset, L, S,
+        acc, top, total, q_tile, k, k_strides, v, v_strides, whole, tail, 0, 0, b, h, rows, low, high, offset, L, S,
         scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
         D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, False,
     )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, q_tile, k, k_strides, v, v_strides, tail, last, b, h, rows, low, high, offset, L, S,
+        acc, top, total, q_tile, k, k_strides, v, v_strides, first, last - (tail - whole), whole, tail - whole,
+        b, h, rows, low, high, offset, L, S,
         scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
         D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, True,
     )  # fmt: skip
@@ -339,13 +345,14 @@ def triton_fused_attention_backward_delta(
 
 @_device
 def _add_dq(
-    acc, q, grad, lse, delta, k, k_strides, v, v_strides, start, stop, b, h, rows, low, high, offset, L, S,
+    acc, q, grad, lse, delta, k, k_strides, v, v_strides, start, stop, gap_at, gap, b, h, rows, low, high, offset, L, S,
     scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds dS K of keys [start, stop) to ``acc`` (ROWS, BLOCK_D)."""
-    for key in range(start, stop, KEYS):
+    for place in range(start, stop, KEYS):
+        key = _behind_gap(place, gap_at, gap, MASKED)
         keys = key + tl.arange(0, KEYS)[None, :]
         k_tile = _load(k, k_strides, key, S, KEYS, BLOCK_D, D, WIDE, MASKED)
         v_tile = _load(v, v_strides, key, S, KEYS, BLOCK_DV, D_V, WIDE, MASKED)
@@ -390,34 +397,32 @@ def triton_fused_attention_backward_dq(
     lse_row = _log2_lse(lse + head.to(tl.int64) * L, rows, rows < L)
     delta_row = tl.load(delta + head.to(tl.int64) * L + rows, mask=rows < L, other=0.0)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    if WINDOWED or starts is not None:
-        acc = _add_dq(
-            acc, q_tile, grad_tile, lse_row, delta_row, k, k_strides, v, v_strides, first, whole, b, h, rows, low, high,
-            offset, L, S, scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides,
-            keep_scale, D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, True,
-        )  # fmt: skip
     acc = _add_dq(
-        acc, q_tile, grad_tile, lse_row, delta_row, k, k_strides, v, v_strides, whole, tail, b, h, rows, low, high,
-        offset, L, S, scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides,
-        keep_scale, D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, False,
+        acc, q_tile, grad_tile, lse_row, delta_row, k, k_strides, v, v_strides, whole, tail, 0, 0,
+        b, h, rows, low, high, offset, L, S,
+        scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
+        D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, False,
     )  # fmt: skip
     acc = _add_dq(
-        acc, q_tile, grad_tile, lse_row, delta_row, k, k_strides, v, v_strides, tail, last, b, h, rows, low, high,
-        offset, L, S, scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides,
-        keep_scale, D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, True,
+        acc, q_tile, grad_tile, lse_row, delta_row, k, k_strides, v, v_strides, first, last - (tail - whole),
+        whole, tail - whole, b, h, rows, low, high, offset, L, S,
+        scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
+        D, D_V, BLOCK_D, BLOCK_DV, KEYS, WIDE, PRECISION, True,
     )  # fmt: skip
     _store(_head(dq, dq_strides, b, h), dq_strides, row, L, acc * scale, ROWS, BLOCK_D, D, WIDE)
 
 
 @_device
 def _add_dkdv(
-    dk, dv, k, v, q, q_strides, grad, grad_strides, lse, delta, start, stop, b, h, keys, low, high, offset, L, S,
+    dk, dv, k, v, q, q_strides, grad, grad_strides, lse, delta, start, stop, gap_at, gap, b, h, keys, low, high,
+    offset, L, S,
     scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds dS^T Q and W^T dO of rows [start, stop) of one query head; tiles of scores lie transposed (KEYS, ROWS)."""
-    for row in range(start, stop, ROWS):
+    for place in range(start, stop, ROWS):
+        row = _behind_gap(place, gap_at, gap, MASKED)
         rows = row + tl.arange(0, ROWS)
         q_tile = _load(q, q_strides, row, L, ROWS, BLOCK_D, D, WIDE, MASKED)
         grad_tile = _load(grad, grad_strides, row, L, ROWS, BLOCK_DV, D_V, WIDE, MASKED)
@@ -467,23 +472,16 @@ def triton_fused_attention_backward_dkdv(
         q_head = _head(q, q_strides, b, h)
         grad_head = _head(grad, grad_strides, b, h)
         row_base = (tl.cast(b, tl.int64) * H + h) * L
-        if CAUSAL or WINDOWED or starts is not None:
-            dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q_head, q_strides, grad_head, grad_strides, lse + row_base,
-                delta + row_base, first, whole, b, h, keys, low, high, offset, L, S, scale, softcap, slopes,
-                bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
-                D, D_V, BLOCK_D, BLOCK_DV, ROWS, WIDE, PRECISION, True,
-            )  # fmt: skip
         dk_acc, dv_acc = _add_dkdv(
             dk_acc, dv_acc, k_tile, v_tile, q_head, q_strides, grad_head, grad_strides, lse + row_base,
-            delta + row_base, whole, tail, b, h, keys, low, high, offset, L, S, scale, softcap, slopes,
-            bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
+            delta + row_base, whole, tail, 0, 0, b, h, keys, low, high, offset, L, S,
+            scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
             D, D_V, BLOCK_D, BLOCK_DV, ROWS, WIDE, PRECISION, False,
         )  # fmt: skip
         dk_acc, dv_acc = _add_dkdv(
             dk_acc, dv_acc, k_tile, v_tile, q_head, q_strides, grad_head, grad_strides, lse + row_base,
-            delta + row_base, tail, last, b, h, keys, low, high, offset, L, S, scale, softcap, slopes,
-            bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
+            delta + row_base, first, last - (tail - whole), whole, tail - whole, b, h, keys, low, high, offset, L, S,
+            scale, softcap, slopes, bias, bias_strides, mask, mask_strides, keep, keep_strides, keep_scale,
             D, D_V, BLOCK_D, BLOCK_DV, ROWS, WIDE, PRECISION, True,
         )  # fmt: skip
     _store(_head(dk, dk_strides, b, kv), dk_strides, key, S, dk_acc * scale, KEYS, BLOCK_D, D, WIDE)
