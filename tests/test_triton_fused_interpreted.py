@@ -22,7 +22,8 @@ from attnscope.checking import check_implementation
 from attnscope.device import Device
 from attnscope.guards import poisoned_memory
 from attnscope.implementation import find
-from attnscope.implementations import triton_fused, triton_fused_kernels
+from attnscope.implementations import triton_fused
+from attnscope.implementations.triton_fused import kernels as triton_fused_kernels
 from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.records import TensorCheck

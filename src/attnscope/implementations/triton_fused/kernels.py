@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-"""Stage 2: the kernels of ``triton_fused``, in plain Triton. triton is imported by :func:`load`, never before.
+"""Stage 2: the kernels of ``triton_fused``, in plain Triton, which is imported by :func:`load`, never before.
 
 Reads pointers, strides and sizes, writes out, lse and gradients. Must not import another implementation or a later
 stage. Functions marked ``_device`` become Triton's when :func:`load` is called; until then they are plain text.
