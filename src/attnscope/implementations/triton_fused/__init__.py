@@ -64,7 +64,7 @@ TILES: dict[str, dict[tuple[int, int], Tiles]] = {
     },
     "mma": {  # 8.x and 12.x: a warp multiplies 16 rows at a time, 99 KiB of shared memory at the least
         (64, 2): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-        (128, 2): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)),
+        (128, 2): Tiles(Tile(128, 32, 8, 3), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)),
         (256, 2): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
         (64, 4): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
         (128, 4): Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
