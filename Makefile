@@ -19,7 +19,7 @@ unit: venv
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not serial" -n logical --dist worksteal
 	$(BIN)/pytest -m "serial and not gpu"
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n logical --dist worksteal \
-		-k triton_fused tests/test_contract.py tests/test_triton_fused_interpreted.py
+		-k "triton_fused and not implementation_on_workload" tests/test_contract.py tests/test_triton_fused_interpreted.py
 
 venv: $(VENV)/.installed
 # Built anew when what it is built from changed; otherwise this does nothing.

@@ -55,8 +55,8 @@ def random_workload(seed: int) -> Workload:
     def sometimes(value: Any, chance: float = 0.25) -> Any:
         return value if draw.random() < chance else None
 
-    length = [1, 2, 7, 15, 16, 17, 20, 33]
-    H_kv, group, B = draw.choice([*[(1, 1, 1)] * 4, (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
+    length = [1, 2, 7, 15, 16, 16, 17, 20, 33]
+    H_kv, group, B = draw.choice([*[(1, 1, 1)] * 6, (2, 1, 1), (1, 2, 1), (1, 2, 1), (1, 1, 2), (1, 1, 2)])
     L = draw.choice([0, *length] if draw.random() < 0.1 else length)
     S = L if draw.random() < 0.4 else draw.choice([0, *length] if draw.random() < 0.1 else length)
     D = draw.choice([1, 3, 8, 16, 20])
