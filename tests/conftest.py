@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,14 @@ from attnscope.device import Device, find_device
 
 hypothesis.settings.register_profile("attnscope", deadline=None, derandomize=True, database=None, max_examples=60)
 hypothesis.settings.load_profile("attnscope")
+
+
+def pytest_configure() -> None:
+    """Where Triton interprets (make triton), it shall not take more time than it must."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        from triton_interpreter import quicken
+
+        quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -131,6 +131,7 @@ def test_mangled_names_read(name: str, shown: str) -> None:
         ("void aiter::fmha_fwd_hd128_bf16_causal", "aiter", "fused attention"),
         ("_ZN7ck_tile6kentryILi2ENS_13FmhaFwdKernelINS", "composable kernel", "fused attention"),
         ("void vllm::paged_attention_v1_kernel<float>", "serving attention", "fused attention"),
+        ("triton_fused_attention_forward", "attnscope triton_fused", "fused attention"),
         ("_attn_fwd", "triton attention", "fused attention"),
         ("_attn_bwd_dkdv", "triton attention", "fused attention backward"),
         ("void flash::compute_attn_ws<Ktraits>", "flash-attention 3", "fused attention"),

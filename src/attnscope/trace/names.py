@@ -93,6 +93,12 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
                "FlashAttention-3 multiplies with wgmma"),
     FamilyRule(r"fmhaSm\d+|fmha_sm\d+", "serving attention", "fused attention"),
     FamilyRule(r"^(void )?qk_int\d*_sv_", "sage attention", "fused attention"),
+    FamilyRule(r"^triton_fused_attention_backward_delta", "attnscope triton_fused", "fused attention backward", MEMORY,
+               "a helper of the fused backward that only reads, sums and writes"),
+    FamilyRule(r"^triton_fused_attention_backward", "attnscope triton_fused", "fused attention backward", TENSOR_CORE,
+               "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
+    FamilyRule(r"^triton_fused_attention_forward", "attnscope triton_fused", "fused attention", TENSOR_CORE,
+               "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
     FamilyRule(r"^_attn_bwd", "triton attention", "fused attention backward"),
     FamilyRule(r"^_attn_fwd", "triton attention", "fused attention"),
     # matrix products
