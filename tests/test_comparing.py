@@ -10,8 +10,9 @@ import pytest
 import attnscope
 from attnscope import comparing, jobs
 from attnscope.comparing import Plan, execute, make_plan, prepare_folder
+from attnscope.device import find_device
 from attnscope.errors import UnknownImplementation, UsageError, WorkloadError
-from attnscope.implementation import _registered
+from attnscope.implementation import _registered, reference_of, select_named
 from attnscope.records import read_runs, write_run
 from attnscope.workload import Workload
 
@@ -95,6 +96,16 @@ def test_reasons_that_raise_are_reasons():
 
 
 @pytest.mark.slow
+def test_what_takes_long_to_prepare_runs_where_it_is_named(tmp_path):
+    """``all`` leaves FlexAttention out on a CPU, where it compiles for tens of seconds, and says how to run it."""
+    for named in (frozenset(), frozenset({"flex"})):
+        ask = jobs.Ask(Workload.parse(TINY), find_device("cpu"), 0, ("forward",), {"flex": reference_of("flex")}, named)
+        reasons = jobs.survey(ask, report=print)["flex"]["forward"]
+        assert any("--implementations flex" in reason for reason in reasons) == (not named)
+    assert select_named("all,flex")[1] == {"flex"} and not select_named("all")[1]
+    assert make_plan([TINY], "flex,naive", "forward", "cpu", (), out=tmp_path / "out").named == {"flex", "naive"}
+
+
 def test_one_direction_alone_still_runs():
     row = sweep("ForwardOnly", stages=("measure",))["forward_only"]
     assert row.status == "ok"

@@ -155,6 +155,8 @@ def test_feature_claimed_runs_and_feature_not_claimed_is_refused(name: str, feat
 def test_strided_and_expanded_inputs(name: str, text: str, kind: str, device: Device) -> None:
     implementation, workload = find(name), Workload.parse(text)
     skip_with_reasons(implementation, workload, device)
+    if kind == "expanded" and name in COMPILED and device.kind == "cpu":
+        pytest.skip("compiles for ten seconds, and strides of any kind are one to a compiler")
     inputs = make_inputs(workload, device)
     if kind == "strided":
         inputs.q, inputs.k, inputs.v = (every_other(t) for t in (inputs.q, inputs.k, inputs.v))

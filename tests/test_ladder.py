@@ -94,7 +94,7 @@ def test_a_rung_is_right_on_the_emulator(emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 5, 64, 65])
+@pytest.mark.parametrize("length", [1, 5, 65])
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_every_rung_is_right_on_the_emulator(emulated, rung, length):
     check_rung(emulated, rung, f"B1,H2,L{length},D{head_dim(rung, 32)},fp32,causal,layout=qkv", rung.block_sizes[1])
@@ -104,7 +104,7 @@ def test_every_rung_is_right_on_the_emulator(emulated, rung, length):
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_every_block_size_is_right_on_the_emulator(emulated, rung):
     for block in rung.block_sizes:
-        check_rung(emulated, rung, f"B1,H1,L37,D{head_dim(rung, 16)},fp32,causal,layout=qkv", block)
+        check_rung(emulated, rung, f"B1,H1,L19,D{head_dim(rung, 16)},fp32,causal,layout=qkv", block)
 
 
 @pytest.mark.slow

@@ -35,10 +35,12 @@ TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run is to do. ``stages`` are those after the check: measure, profile."""
+    """What one run is to do. ``named`` are the implementations that were asked for by name; ``stages`` are those after
+    the check: measure, profile."""
 
     workloads: tuple[Workload, ...]
     implementations: tuple[str, ...]
+    named: frozenset[str] = frozenset()
     modes: tuple[str, ...] = DIRECTIONS
     device: str | None = None
     stages: tuple[str, ...] = ("measure", "profile")
@@ -160,7 +162,8 @@ def make_plan(
         found.update(dict.fromkeys([workload] if isinstance(workload, Workload) else find_workloads([workload])))
     _validate_settings(more)
     folder = prepare_folder(Path(out)) if out is not None else None
-    return Plan(tuple(found), tuple(registry.select(chosen)), MODES[mode], device, stages, out=folder, **more)
+    selected, named = registry.select_named(chosen)
+    return Plan(tuple(found), tuple(selected), named, MODES[mode], device, stages, out=folder, **more)
 
 
 def _validate_settings(settings: dict[str, Any]) -> None:
@@ -287,7 +290,8 @@ class _Sweep:
     def _run_workload(self, workload: Workload, device: Device) -> list[Result]:
         from attnscope.jobs import Ask
 
-        ask = Ask(workload, device, self.plan.seed, self.plan.modes, self.references, self.plan.quick)
+        plan = self.plan
+        ask = Ask(workload, device, plan.seed, plan.modes, self.references, plan.named, plan.quick)
         with _sentences():
             reasons = self.checker.call("attnscope.jobs:survey", ask, timeout_s=START_LIMIT_S)
         rows: dict[str, Result] = {}

@@ -71,6 +71,7 @@ class Sheet:
     forward can be captured.
     ``draws_dropout`` says that it drops with the workload's probability by random numbers of its own, from torch's
     generator; the feature ``dropout`` is that it follows the given mask.
+    ``by_name`` are device kinds on which preparing it takes so long that ``all`` leaves it out: named, it runs.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
 
@@ -98,6 +99,7 @@ class Sheet:
     materialises_scores: bool = False
     cuda_graph: bool = True
     approximate: bool = False
+    by_name: frozenset[str] = frozenset()
     comparable: bool = True
     ours: bool = False
 
@@ -366,28 +368,39 @@ def names(selection: str = "all") -> list[str]:
 
 
 def select(selection: str) -> list[str]:
-    """Names that a comma-separated selection stands for: names, ``all``, ``ladder``, ``module:Class`` or ``hub:...``.
+    """The names of ``select_named``."""
+    return select_named(selection)[0]
+
+
+def select_named(selection: str) -> tuple[list[str], frozenset[str]]:
+    """Names that a comma-separated selection stands for, and which of them it holds by name, not in a group.
+
+    Parts are names, ``all``, ``ladder``, ``module:Class`` or ``hub:...``.
 
     Raises:
         UnknownImplementation: a name is not registered.
         UsageError: a kernel of the hub is not pinned, not trusted, or not what it was.
     """
     found: dict[str, None] = {}
+    named = set()
     for part in (piece.strip() for piece in selection.split(",")):
         if part in ("all", "ladder"):
             if not names(part):
                 raise UsageError(f"there is no implementation in {part!r} here\nhint: attnscope list")
             found.update(dict.fromkeys(names(part)))
-        elif part in builtin_references() or part in _registered:
-            found[part] = None
+            continue
+        if part in builtin_references() or part in _registered:
+            name = part
         elif part.startswith("hub:"):
-            found[_open_hub_kernel(part)] = None
+            name = _open_hub_kernel(part)
         elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", part):
             register(part)
-            found[load_reference(part).name] = None
+            name = load_reference(part).name
         else:
             raise UnknownImplementation(part, [*builtin_references(), *_registered, "all", "ladder"])
-    return list(found)
+        found[name] = None
+        named.add(name)
+    return list(found), frozenset(named)
 
 
 def reference_of(name: str) -> str | None:

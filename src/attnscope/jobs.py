@@ -48,6 +48,7 @@ class Ask:
     seed: int
     directions: tuple[str, ...]
     references: dict[str, str | None]
+    named: frozenset[str] = frozenset()
     quick: bool = False
 
 
@@ -273,6 +274,11 @@ def _reasons(implementation: Implementation, ask: Ask) -> dict[str, list[str]]:
     found = {}
     for direction in ask.directions:
         reasons = safe_reasons(implementation, ask.workload, ask.device, direction)
+        if not reasons and ask.device.kind in implementation.sheet.by_name and implementation.name not in ask.named:
+            reasons = [
+                f"takes long to compile on a {ask.device.kind}, so `all` leaves it out there: "
+                f"--implementations {implementation.name} runs it"
+            ]
         if not reasons and implementation.sheet.materialises_scores:
             need = ask.workload.score_bytes() * SCORE_COPIES[direction]
             free = available_memory_bytes(ask.device)

@@ -48,6 +48,7 @@ class Flex(SheetImplementation):
         packages=("torch>=2.10",),
         kernels={"cuda": (r"flex_(attention|decoding)",)},
         compiled=True,
+        by_name=frozenset({"cpu"}),
     )  # fmt: skip
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
