@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: compare test venv lint unit triton clean
+.PHONY: compare test test-long venv lint unit triton clean
 compare: venv
 	$(BIN)/attnscope compare
 
@@ -15,8 +15,11 @@ lint: venv
 	$(BIN)/mypy
 # One thread a process and a process a core: small tensors gain nothing from more. What measures time runs alone.
 unit: venv
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not serial" -n logical --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not serial and not long" -n logical --dist worksteal
 	$(BIN)/pytest -m "serial and not gpu"
+
+test-long: venv
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "long and not gpu" -n logical
 
 # triton_fused in Triton's interpreter and in its compiler, without a GPU: 180 MiB to fetch and some minutes, so apart
 # from `make test`, and beside the packages of .venv, since torch.compile's tests must not find an interpreting Triton.

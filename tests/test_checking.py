@@ -441,7 +441,8 @@ def test_real_implementations_never_fail_by_budget(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [(size, "bf16") for size in SIZES] + [(63, "fp16"), (129, "fp16"), (63, "fp32"), (129, "fp32"), (1024, "fp32")],
+    [(size, "bf16") for size in SIZES[:-1]]
+    + [(63, "fp16"), (129, "fp16"), (63, "fp32"), (129, "fp32"), (1024, "fp32")],
 )
 def test_real_implementations_never_fail_by_budget_at_any_size(size, dtype):
     for seed, rest in enumerate(("", ",causal") if size > 300 else ("", ",causal", ",causal=bottom_right,S65")):

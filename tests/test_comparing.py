@@ -298,7 +298,7 @@ def test_a_result_that_changes_while_it_is_timed_has_no_time():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["B0,H1,L4,D8,fp32", "B1,H1,L4,S0,D8,fp32", "B1,H1,L0,S4,D8,fp32"])
+@pytest.mark.parametrize("text", ["B0,H1,L4,D8,fp32", "B1,H1,L4,S0,D8,fp32"])
 def test_a_workload_without_scores_is_no_mismatch(text):
     run = execute(make_plan([text], "sdpa_math,naive", "both", "cpu", (), quick=True))
     assert {row.status for row in run.results} <= {"ok", "skipped"}, [row.error for row in run.results]

@@ -105,7 +105,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def cases_of(workloads: list[str]) -> list[object]:
     """(name, workload) pairs; a compiler is slow, so it gets a few."""
     return [
-        pytest.param(name, text, marks=pytest.mark.slow if name in COMPILED else ())
+        pytest.param(
+            name, text, marks=pytest.mark.long if name == "flex" else pytest.mark.slow if name in COMPILED else ()
+        )
         for name in names("all")
         for text in workloads
         if name not in COMPILED or text in COMPILED_CASES

@@ -159,9 +159,19 @@ def test_quick_commands_run(page: Path, tmp_path: Path):
         run_block(block, tmp_path, {""})
 
 
-@pytest.mark.slow
+LONG = ("why.md", "explain.md")  # whose quick blocks run in make test
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [p for p in RUNNABLE if any(b.mark == "slow" for b in blocks(p))], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if page.name in LONG else pytest.mark.slow)
+        for page in RUNNABLE
+        if any(block.mark == "slow" for block in blocks(page))
+    ],
+    ids=name,
+)
 def test_all_commands_run_on_a_cpu(page: Path, tmp_path: Path):
     assert sum(run_block(block, tmp_path, {"", "slow"}) for block in blocks(page)) > 2
 

@@ -94,7 +94,7 @@ def test_a_rung_is_right_on_the_emulator(emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 5, 65])
+@pytest.mark.parametrize("length", [1, 65])
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_every_rung_is_right_on_the_emulator(emulated, rung, length):
     check_rung(emulated, rung, f"B1,H2,L{length},D{head_dim(rung, 32)},fp32,causal,layout=qkv", rung.block_sizes[1])
@@ -463,7 +463,7 @@ def test_a_slow_rung_is_called_few_times(emulated_card, monkeypatch):
 def test_a_whole_run_on_the_emulator(emulated_card, direction, rungs):
     """Checks, times and parts come together."""
     run = ladder.run_ladder(
-        direction, rungs=rungs, block_sizes="64,128", workload="B1,H2,L33,D32,fp32,causal,layout=qkv", quick=True
+        direction, rungs=rungs, block_sizes="64,128", workload="B1,H2,L17,D32,fp32,causal,layout=qkv", quick=True
     )
     assert [(row.rung, row.block_size) for row in run.rows] == [(r, b) for r in rungs.split(",") for b in (64, 128)]
     for row in run.rows:

@@ -431,7 +431,7 @@ def test_flex_builds_its_block_mask_in_prepare_and_compiles_once(monkeypatch):
     assert find("flex").prepare(Workload.parse("B2,H4,L65,D32,fp32"), CPU).block_mask is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flex_compiled_for_the_cpu_is_right():
     result = checked(find("flex"), "B2,H4/2,L65,D32,bf16,causal,softcap=2.5", ("forward",))
     assert result.passed and result.grade == "tight", result.message

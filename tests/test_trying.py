@@ -340,7 +340,7 @@ def test_a_trace_without_workloads_needs_no_torch(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_watched_here_is_tried_here(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     q = torch.randn(1, 64, 2, 16).transpose(1, 2)
