@@ -39,12 +39,6 @@ app = typer.Typer(
 )
 records_app = typer.Typer(help="Keep the records of runs.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(records_app, name="records")
-app.command()(ladder)
-app.command()(explain)
-app.command()(share)
-app.command()(view)
-app.add_typer(kernels_app, name="kernels")
-app.command()(why)
 
 Workloads = Annotated[
     list[str] | None,
@@ -242,6 +236,14 @@ def records_add(
     for path in runs:
         for line in add_runs(path, folder, finished_only=finished_only):
             typer.echo(line)
+
+
+app.command()(explain)
+app.command()(why)
+app.command()(ladder)
+app.command()(view)
+app.command()(share)
+app.add_typer(kernels_app, name="kernels")
 
 
 def main() -> None:
