@@ -105,7 +105,10 @@ def sheet_row(name: str, sheet: Sheet) -> Sequence[str]:
         scores = "the inputs' dtype"
     elif len(by_precision) == 1:
         scores = next(iter(by_precision))
-    least = f" from compute capability {'.'.join(map(str, sheet.min_capability))} on" if sheet.min_capability else ""
+    least = ""
+    if sheet.min_capability is not None:
+        least, below = (".".join(map(str, c)) for c in (sheet.min_capability, sheet.below_capability or ()))
+        least = f" from compute capability {least} " + (f"to below {below}" if below else "on")
     return (
         f"`{name}`", ", ".join(sorted(sheet.directions, reverse=True)), ", ".join(sorted(sheet.dtypes)), scores,
         sheet.head_dims(), ", ".join(sorted(sheet.devices)) + least, ", ".join(map(shown_package, sheet.packages)),

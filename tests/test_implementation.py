@@ -82,6 +82,10 @@ def test_every_feature_has_its_sentence() -> None:
             {"min_capability": (8, 0)}, "B1,H2,L8,D16,fp32", T4, "forward",
             "needs compute capability 8.0 or newer, Tesla T4 has 7.5",
         ),
+        (
+            {"min_capability": (6, 0), "below_capability": (7, 5)}, "B1,H2,L8,D16,fp32", T4, "forward",
+            "is built for compute capability 6.0, Tesla T4 has 7.5",
+        ),
         ({"directions": frozenset({"forward"})}, "B1,H2,L8,D16,fp32", CPU, "backward", "has no backward"),
         ({}, "B1,H2,L8,D16,bf16", CPU, "forward", "takes fp32, not bf16"),
         (

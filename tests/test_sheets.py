@@ -99,6 +99,9 @@ def test_devices_and_directions(name: str, device: Device) -> None:
     if sheet.min_capability is not None:
         old = Device("cuda", "an old card", capability=(3, 5))
         is_refused(implementation, workload, old, "an old card has 3.5", "forward")
+    if sheet.below_capability is not None:
+        new = Device("cuda", "a new card", capability=sheet.below_capability)
+        is_refused(implementation, workload, new, "a new card has ", "forward")
     for direction in set(DIRECTIONS) - sheet.directions:
         is_refused(implementation, workload, device, f"has no {direction}", direction)
 

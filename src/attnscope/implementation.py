@@ -71,6 +71,8 @@ class Sheet:
     forward can be captured.
     ``draws_dropout`` says that it drops with the workload's probability by random numbers of its own, from torch's
     generator; the feature ``dropout`` is that it follows the given mask.
+    ``min_capability`` is the least compute capability; ``below_capability``, for what uses instructions of one
+    architecture alone, the first that lacks them.
     ``by_name`` are device kinds on which preparing it takes so long that ``all`` leaves it out: named, it runs.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
@@ -85,6 +87,7 @@ class Sheet:
     head_dim_multiple: int = 1
     head_dim_choices: tuple[int, ...] = ()
     min_capability: tuple[int, int] | None = None
+    below_capability: tuple[int, int] | None = None
     packages: tuple[str, ...] = ("torch",)
     rounds: Mapping[str, frozenset[str]] = field(default_factory=dict)
     kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -163,10 +166,12 @@ class Sheet:
             return [f"runs on {_either(self.devices)}, not on {device.kind}"]
         if device.kind != "cuda" or self.min_capability is None or device.capability is None:
             return []
-        if device.capability >= self.min_capability:
-            return []
         need, have = (".".join(map(str, c)) for c in (self.min_capability, device.capability))
-        return [f"needs compute capability {need} or newer, {device.name} has {have}"]
+        if device.capability < self.min_capability:
+            return [f"needs compute capability {need} or newer, {device.name} has {have}"]
+        if self.below_capability is not None and device.capability >= self.below_capability:
+            return [f"is built for compute capability {need}, {device.name} has {have}"]
+        return []
 
     def _head_dim_reasons(self, w: Workload) -> list[str]:
         found = []

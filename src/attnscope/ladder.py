@@ -220,11 +220,9 @@ def compile_ladder(architecture: str, direction: str | None = None, head_dim: in
     for way in (direction,) if direction else tuple(RUNGS):
         for kind in RUNGS[way]:
             rung = kind()
-            if rung.sheet.min_capability is not None and capability < rung.sheet.min_capability:
+            if rung.sheet.device_reasons(Device("cuda", architecture, capability=capability)):
                 continue
-            if rung.only_capability not in (None, capability):
-                continue
-            exact = architecture + "a" if rung.only_capability else architecture
+            exact = architecture + "a" if rung.sheet.below_capability else architecture
             for source, defines in rung.kernel_sources(head_dim, rung.default_block_size):
                 cubin = cuda.compile_source(FOLDER / source, exact, defines)
                 shown = " ".join(f"{name}={value}" for name, value in sorted(defines.items()))

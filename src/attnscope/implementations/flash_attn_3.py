@@ -46,6 +46,7 @@ class FlashAttn3(SheetImplementation):
         max_head_dim=256,
         head_dim_multiple=8,
         min_capability=(9, 0),
+        below_capability=(10, 0),
         packages=("torch", LIBRARY.requirement),
         kernels={"cuda": (r"flash::\w*Flash(AttnFwd|AttnBwd)|FlashAttn(Fwd|Bwd)",)},
         lse=True,
@@ -53,13 +54,10 @@ class FlashAttn3(SheetImplementation):
     )  # fmt: skip
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
-        """Other cards than Hopper's, where positions count from, empty tensors, scales."""
-        del direction
-        found = [*shape_reasons(workload)]
-        if device.kind == "cuda" and device.capability is not None and device.capability >= (10, 0):
-            found.append(f"is built for compute capability 9.0, {device.name} has {device.capability[0]}.x")
+        """Where positions count from, empty tensors, scales."""
+        del device, direction
         anchor = anchor_reason(workload)
-        return found + ([anchor] if anchor else [])
+        return [*shape_reasons(workload), *([anchor] if anchor else [])]
 
     def prepare(self, workload: Workload, device: Device) -> PreparedFlashAttn3:
         """Imports the library. Raises PrepareFailed where it is broken, or too old to return lse."""

@@ -70,7 +70,6 @@ class LadderImplementation(SheetImplementation):
     source: ClassVar[str]
     block_sizes: ClassVar[tuple[int, ...]] = BLOCK_SIZES
     default_block_size: ClassVar[int] = 256
-    only_capability: ClassVar[tuple[int, int] | None] = None  # of an architecture whose instructions no other has
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
         """Reasons that no sheet can express."""
@@ -84,9 +83,6 @@ class LadderImplementation(SheetImplementation):
             found.append(f"takes L up to {self.max_length}, not {w.L}")
         if w.dtype == "bf16" and device.capability is not None and device.capability < (8, 0):
             found.append(f"needs compute capability 8.0 or newer for bf16, {device.name} is older")
-        if self.only_capability is not None and device.capability not in (None, self.only_capability):
-            need, have = (".".join(map(str, c)) for c in (self.only_capability, device.capability or ()))
-            found.append(f"needs compute capability {need} exactly, {device.name} has {have}")
         return found
 
     @property

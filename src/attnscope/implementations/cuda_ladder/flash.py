@@ -143,10 +143,12 @@ class ForwardV9Wgmma(FlashLadder):
     source = "forward_v9_wgmma.cu"
     kernel_name = "flash_warpgroups"
     summary = "ladder, beyond: Hopper's asynchronous warpgroup products, softmax beside them"
-    sheet = replace(flash_sheet(FORWARD, (kernel_name,), lse=True), head_dim_multiple=64, min_capability=(9, 0))
+    sheet = replace(
+        flash_sheet(FORWARD, (kernel_name,), lse=True),
+        head_dim_multiple=64, min_capability=(9, 0), below_capability=(10, 0),
+    )  # fmt: skip
     block_sizes = (128, 256)
     default_block_size = 256
-    only_capability = (9, 0)
     keys: ClassVar[int] = 64  # of a tile
     stages: ClassVar[int] = 3  # as in the source
 
@@ -170,7 +172,7 @@ class PreparedFlash(PreparedForward):
     def __init__(self, rung: FlashLadder, device: Device, geometry: Geometry, dtype: str) -> None:
         super().__init__(geometry)
         g = geometry
-        specific = rung.only_capability is not None
+        specific = rung.sheet.below_capability is not None
         defines = rung.defines(dtype, g.D, g.block)
         self.flash = kernel(device, rung.source, rung.kernel_name, defines, specific=specific)
         self.shared_bytes = rung.shared_bytes(g.D, g.block)
