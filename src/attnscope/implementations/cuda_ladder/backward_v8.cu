@@ -7,9 +7,8 @@
 // Against the previous rung: nothing to see in the whole operation, whose products dominate; timed alone it shows.
 //   Shared slots alternate from row to row, so that one barrier a row is enough; the published program reuses its array
 //   without one. Any T: the last block stops early.
-// Tried and lost on an H200, softmax alone in blocks of 64, of the copy bandwidth: hints on the first loads and the stores too (as
-//   published) 0.87 where plain ones reach 0.95; the next row's loads before this row's sum (predicted: better, more bytes
-//   in flight) 0.77, twice the registers and half the blocks.
+// Tried and lost on an H200: hints on the first loads and the stores too, as published; the next row's loads before this
+//   row's sum (predicted to win, with more bytes in flight), which takes twice the registers and so half the blocks.
 //
 // Compiled with BLOCK_SIZE.
 // weights, grad_weights, grad_scores are (B * H, T, row_stride), row_stride a multiple of 4. Only t3 <= t is written (up
@@ -18,9 +17,6 @@
 
 #define ROWS 4
 #define ROW_REGISTERS (BLOCK_SIZE <= 64 ? 4 : BLOCK_SIZE <= 128 ? 2 : 1)
-#ifndef HINTS  // 1: stores, 2: loads, 3: both
-#define HINTS 0
-#endif
 
 // What lies above the diagonal has weight 0, but its dP may be anything, so neither is used.
 __device__ __forceinline__ void hide_above(float4& p, float4& dp, int first, int t) {
@@ -31,12 +27,9 @@ __device__ __forceinline__ void hide_above(float4& p, float4& dp, int first, int
 __device__ __forceinline__ float dot(float4 p, float4 dp) {
   return p.x * dp.x + p.y * dp.y + p.z * dp.z + p.w * dp.w;
 }
-__device__ __forceinline__ float4 load(const float4* x) { return HINTS & 2 ? load_streaming(x) : *x; }
-__device__ __forceinline__ void store(float4* ds, float4 p, float4 dp, float scale, float sum) {
-  float4 x = make_float4(scale * p.x * (dp.x - sum), scale * p.y * (dp.y - sum), scale * p.z * (dp.z - sum),
-                         scale * p.w * (dp.w - sum));
-  if (HINTS & 1) store_streaming(ds, x);
-  else *ds = x;
+__device__ __forceinline__ float4 times_difference(float4 p, float4 dp, float scale, float sum) {
+  return make_float4(scale * p.x * (dp.x - sum), scale * p.y * (dp.y - sum), scale * p.z * (dp.z - sum),
+                     scale * p.w * (dp.w - sum));
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
@@ -55,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
     for (int i = 0; i < ROW_REGISTERS; i++) {
       int g = threadIdx.x + i * BLOCK_SIZE;
       a[i] = b[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (g < groups) a[i] = load(p + g), b[i] = load(dp + g);
+      if (g < groups) a[i] = p[g], b[i] = dp[g];
     }
 #pragma unroll
     for (int i = 0; i < ROW_REGISTERS; i++) {
@@ -71,12 +64,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
 #pragma unroll
     for (int i = 0; i < ROW_REGISTERS; i++) {
       int g = threadIdx.x + i * BLOCK_SIZE;
-      if (g < groups) store(ds + g, a[i], b[i], scale, sum);
+      if (g < groups) ds[g] = times_difference(a[i], b[i], scale, sum);
     }
     for (int g = threadIdx.x + ROW_REGISTERS * BLOCK_SIZE; g < groups; g += BLOCK_SIZE) {
       float4 x = load_streaming(p + g), y = load_streaming(dp + g);
       hide_above(x, y, 4 * g, t);
-      store(ds + g, x, y, scale, sum);
+      ds[g] = times_difference(x, y, scale, sum);
     }
   }
 }

@@ -6,9 +6,9 @@
 // Bound: exponentials and tensor cores alike at D = 64; both wait for each other at the start and end of each block.
 // Against the previous rung: while the scores of tile j are being computed, so are the values of tile j - 1; twice the
 //   rate of mma.sync.
-// Predicted: 1.6 times over V8; within 1.15 of cuDNN, which has a copy engine and specialised warps on top. Seen on an
-//   H200 (B8, H12, T1024, D64, bf16): 51.6 us, 1.66 times over V8, 1.06 times cuDNN's 48.9. Tiles of 128 keys (61 to 68 us)
-//   lost: fewer blocks fit, and it is the other blocks' products that hide a block's exponentials.
+// Predicted: 1.6 times over V8; within 1.15 of cuDNN, which has a copy engine and specialised warps on top. Both held on
+//   an H200: the table in README.md, from the record, has the times. Tiles of 128 keys lost: fewer blocks fit, and it is
+//   the other blocks' products that hide a block's exponentials.
 //
 // Compiled with T16, HEAD_DIM (64 or 128), BLOCK_SIZE (128, 256 or 384), KEYS a tile (64 or 128), BLOCKS_A_SM that are to
 // fit. Strides count elements, are 64-bit and multiples of 8; d has stride 1. scale >= 0. lse is (B * H, T).
