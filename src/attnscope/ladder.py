@@ -219,13 +219,13 @@ def compile_ladder(
     from attnscope.implementations.cuda_ladder import FOLDER, LIBRARY_RUNGS, RUNGS
 
     if rungs is not None and direction is None:
-        raise UsageError("--rungs needs a direction, got none\nhint: attnscope ladder forward --compile-only --rungs v1")
+        raise UsageError("--rungs needs a direction, got none\nhint: attnscope ladder forward --rungs v1")
     number = int("".join(c for c in architecture if c.isdigit()) or 0)
-    capability = (number // 10, number % 10)
+    card = Device("cuda", architecture, capability=(number // 10, number % 10))
     found = []
     for way in (direction,) if direction else tuple(RUNGS):
         for rung in find_rungs(way, rungs):
-            if isinstance(rung, tuple(LIBRARY_RUNGS[way])) or rung.sheet.device_reasons(Device("cuda", architecture, capability=capability)):
+            if isinstance(rung, LIBRARY_RUNGS[way]) or rung.sheet.device_reasons(card):
                 continue
             exact = architecture + "a" if rung.sheet.below_capability else architecture
             for source, defines in rung.kernel_sources(head_dim, rung.default_block_size):

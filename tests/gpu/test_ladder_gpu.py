@@ -262,7 +262,8 @@ def test_the_sanitizers_find_nothing(tool):
     )  # fmt: skip
     print("\n".join(done.stdout.splitlines()[-3:]))
     lines = (done.stdout + done.stderr).splitlines()
-    first = next((at for at, line in enumerate(lines) if re.match(r"=+ \w", line) and "COMPUTE-SANITIZER" not in line), 0)
+    said = [at for at, line in enumerate(lines) if re.match(r"=+ \w", line) and "COMPUTE-SANITIZER" not in line]
+    first = min(said, default=0)
     assert done.returncode == 0, "\n".join([*lines[first : first + 30], "...", *lines[-20:]])
 
 
