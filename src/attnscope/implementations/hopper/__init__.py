@@ -141,6 +141,7 @@ class Plan:
             "ZIGZAG": c.zigzag,
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
+            "LAZY_SUM": c.lazy_sum,
             "PRODUCER_REGISTERS": c.producer_registers,
             "CONSUMER_REGISTERS": c.consumer_registers,
         }

@@ -22,7 +22,6 @@ from attnscope.workload import Workload
 
 GROUP_ROWS = 64  # query rows of a group of 128 threads
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
-BARRIER_BYTES = 1024  # more than all barriers take
 LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
 
 
@@ -34,7 +33,8 @@ class Configuration:
     the output drain late; ``groups`` of 64 rows; registers of a thread of the loading warp and of the groups;
     ``persistent``: one block a multiprocessor, else one a tile; ``longest_first``: of a causal mask's tiles;
     ``zigzag``: every other turn of the blocks runs backwards; ``pingpong``: groups take turns at the tensor cores
-    (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores.
+    (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores; ``lazy_sum``:
+    a row's four lanes add up their sums after the last tile.
     """
 
     keys: int = 128
@@ -48,6 +48,7 @@ class Configuration:
     zigzag: bool = False
     pingpong: bool = True
     overlap: bool = True
+    lazy_sum: bool = True
 
     def as_dict(self) -> dict[str, int | bool]:
         """Plain JSON values; :meth:`from_dict` reads them."""
@@ -72,17 +73,13 @@ class Configuration:
     def __str__(self) -> str:
         words = [f"{self.groups}x{GROUP_ROWS}", f"keys {self.keys}", f"slots {self.slots}/{self.q_slots}"]
         words += [f"regs {self.producer_registers}/{self.consumer_registers}"]
-        names = ("persistent", "longest_first", "zigzag", "pingpong", "overlap")
+        names = ("persistent", "longest_first", "zigzag", "pingpong", "overlap", "lazy_sum")
         return " ".join(words + [name for name in names if getattr(self, name)])
 
     @property
     def rows(self) -> int:
         """Query rows of a tile."""
         return self.groups * GROUP_ROWS
-
-    def shared_bytes(self, block: int) -> int:
-        """Shared memory that it takes at most, with head dims held as ``block`` columns."""
-        return 2 * block * (self.rows * self.q_slots + self.slots * self.keys) + BARRIER_BYTES
 
 
 def block_of(workload: Workload) -> int:
@@ -155,34 +152,34 @@ def choose(workload: Workload) -> Configuration:
 
 def candidates(workload: Workload) -> list[Configuration]:
     """What is worth measuring for the workload, most promising first; all of it compiles without spills."""
-    block = block_of(workload)
-    base = {64: _BASE_64, 128: _BASE_128, 256: _BASE_256}[block]
-    causal = workload.causal is not None or workload.window is not None
-    made = [configuration for configuration, masked in base if masked or not causal]
-    return [c for c in dict.fromkeys(made) if c.shared_bytes(block) <= SHARED_LIMIT_BYTES]
+    return [Configuration(**values) for values in _CANDIDATES[block_of(workload)]]
 
 
-# (configuration, whether it also takes causal masks and windows without spills)
-_BASE_64 = [
-    (Configuration(slots=8, q_slots=2, groups=3, producer_registers=32, consumer_registers=160), False),
-    (Configuration(slots=8, q_slots=2, groups=3, producer_registers=32, consumer_registers=160, pingpong=False), False),
-    (Configuration(slots=8, q_slots=2, persistent=True), True),
-    (Configuration(slots=8, q_slots=2, pingpong=False), True),
-    (Configuration(slots=8, q_slots=2, pingpong=False, zigzag=True), True),
-    (Configuration(slots=8, q_slots=2, persistent=False), True),
-]
-_BASE_128 = [
-    (Configuration(slots=6, q_slots=1), True),
-    (Configuration(slots=5, q_slots=2), True),
-    (Configuration(slots=6, q_slots=1, pingpong=False), True),
-    (Configuration(slots=5, q_slots=2, pingpong=False), True),
-    (Configuration(slots=5, q_slots=2, zigzag=True), True),
-    (Configuration(slots=6, q_slots=1, persistent=False), True),
-]
-_BASE_256 = [
-    (Configuration(keys=64, slots=5, q_slots=1, pingpong=False), True),
-    (Configuration(keys=64, slots=5, q_slots=1), True),
-    (Configuration(keys=64, slots=5, q_slots=1, pingpong=False, zigzag=True), True),
-    (Configuration(keys=64, slots=5, q_slots=1, persistent=False, pingpong=False), True),
-    (Configuration(keys=64, slots=5, q_slots=1, overlap=False), True),
-]
+_THREE = {"slots": 8, "q_slots": 2, "groups": 3, "producer_registers": 32, "consumer_registers": 160}
+_TWO = {"slots": 5, "q_slots": 2}
+_WIDE = {"slots": 5, "keys": 64}
+_CANDIDATES: dict[int, list[dict[str, Any]]] = {
+    64: [
+        _THREE,
+        _THREE | {"pingpong": False},
+        _THREE | {"pingpong": False, "zigzag": True},
+        _THREE | {"persistent": False},
+        _THREE | {"pingpong": False, "overlap": False},
+        {"slots": 8, "q_slots": 2},
+    ],
+    128: [
+        _TWO,
+        {"slots": 6},
+        _TWO | {"pingpong": False},
+        _TWO | {"zigzag": True},
+        {"slots": 6, "persistent": False},
+        _TWO | {"overlap": False},
+    ],
+    256: [
+        _WIDE | {"pingpong": False},
+        _WIDE,
+        _WIDE | {"pingpong": False, "zigzag": True},
+        _WIDE | {"pingpong": False, "persistent": False},
+        _WIDE | {"overlap": False},
+    ],
+}

@@ -68,7 +68,7 @@ def _tiles_of_block(tiles, ZIGZAG: gl.constexpr):
     whole = tiles // blocks
     if ZIGZAG:
         place = gl.where(whole % 2 == 1, blocks - 1 - place, place)
-    return whole + (place < tiles - whole * blocks).to(gl.int32)
+    return whole + gl.where(place < tiles - whole * blocks, 1, 0)
 
 
 @_device
@@ -275,12 +275,6 @@ def _producer(
 
 
 @_device
-def _opaque_zero():
-    """A zero that the compiler does not see: what is added to it is computed here, not kept in registers for later."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@_device
 def _scores(s, key, rows, low, high, offset, slope, scale, cap, masked, CAPPED: gl.constexpr,
             PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """What the online softmax sees: products, capped, biased, -inf where hidden; ``scale`` times them is in log2.
@@ -300,30 +294,63 @@ def _scores(s, key, rows, low, high, offset, slope, scale, cap, masked, CAPPED: 
         s = s - slope * gl.abs(distance).to(gl.float32)
     if MASKED:  # noqa: SIM102, for one is known to the compiler, the other on the card
         if masked:
-            place = gl.expand_dims(columns + _opaque_zero(), 0)
-            s = gl.where(place < gl.expand_dims(high - key, 1), s, float("-inf"))
+            s = _hide(s, high - key, True)
             if low is not None:
-                s = gl.where(place >= gl.expand_dims(low - key, 1), s, float("-inf"))
+                s = _hide(s, low - key, False)
     return s
 
 
 @_device
-def _softmax(s, top, total, scale, GUARDED: gl.constexpr):
-    """(P, maximum, sum, what earlier sums shrink by) after one more tile of scores; ``scale`` times them is in log2."""
+def _hide(s, limit, ABOVE: gl.constexpr):
+    """Scores, -inf in columns from ``limit`` of the row on (ABOVE), or before it.
+
+    A thread holds columns 8 i + 2 lane + e: seen so, i and e are numbers in the code, and only the limit is computed.
+    """
+    ROWS: gl.constexpr = s.shape[0]
+    KEYS: gl.constexpr = s.shape[1]
+    parts = s.reshape([ROWS, KEYS // 8, 4, 2])
+    without_e: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
+    without_lane: gl.constexpr = gl.SliceLayout(2, without_e)
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, without_e)))
+    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, without_lane))
+    limit = gl.expand_dims(gl.convert_layout(limit, gl.SliceLayout(1, without_lane)), 1)
+    limit = gl.expand_dims(limit, 2) - 2 * gl.expand_dims(gl.expand_dims(lane, 0), 0)
+    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 8
+    column = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
+    limit = gl.expand_dims(limit, 3)
+    if ABOVE:
+        parts = gl.where(column < limit, parts, float("-inf"))
+    else:
+        parts = gl.where(column >= limit, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape([ROWS, KEYS]), s.type.layout)
+
+
+@_device
+def _softmax(s, top, total, scale, GUARDED: gl.constexpr, LAZY_SUM: gl.constexpr):
+    """(P, maximum, sum, what earlier sums shrink by) after one more tile of scores; ``scale`` times them is in log2.
+
+    With LAZY_SUM each of the four lanes that hold a row sums what it holds; they are added up after the last tile.
+    """
     peak = gl.maximum(top, gl.max(s, 1) * scale)
     base = peak
     if GUARDED:  # -inf less -inf is no number
         base = gl.where(peak == float("-inf"), 0.0, peak)
     p = gl.exp2(s * scale - gl.expand_dims(base, 1))
     shrink = gl.exp2(top - base)
-    total = total * shrink + gl.sum(p, 1)
+    if LAZY_SUM:
+        parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+        more = gl.sum(gl.sum(parts, 3), 1)
+        total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, more.type.layout)), 1) + more
+    else:
+        total = total * shrink + gl.sum(p, 1)
     return p, peak, total, shrink
 
 
 @_device
 def _one_more_tile(
     j, q, ring, full, empty, slot, phase, acc, p, top, total, zero, walk, rows, low, high, offset, slope, scale, unit,
-    cap, SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    cap, SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
     CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, and P V of the tile before it beside them (OVERLAP) or ahead of them."""
@@ -346,7 +373,7 @@ def _one_more_tile(
         s = multiplied(1, deps=(products,))
         mbarrier.arrive(empty.index(slot), count=1)
         s = _scores(s, key, rows, low, high, offset, slope, scale, cap, j < masked, CAPPED, PRESCALED, SLOPED, MASKED)
-        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED)
+        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED, LAZY_SUM)
         acc = multiplied(0, deps=(sums,))
         mbarrier.arrive(empty.index(v_slot), count=1)
     else:
@@ -363,7 +390,7 @@ def _one_more_tile(
         if PINGPONG:
             _wait_turn(W)
         s = _scores(s, key, rows, low, high, offset, slope, scale, cap, j < masked, CAPPED, PRESCALED, SLOPED, MASKED)
-        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED)
+        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED, LAZY_SUM)
         if PINGPONG:
             _give_turn((W + 1) % GROUPS)
     acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
@@ -383,7 +410,7 @@ def _consumer(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr, ZIGZAG: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """One group of 128 threads: 64 rows of each tile."""
     H, _group, L, S, row_tiles, tiles, section, window = sizes
@@ -444,15 +471,14 @@ def _consumer(
         key = _key_tile(0, masked, upper, last, whole, tail) * KEYS
         s = _scores(s, key, rows, low, high, offset, slope, scale, cap, masked > 0, CAPPED, PRESCALED, SLOPED, MASKED)
         top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        total = gl.full([ROWS], 0.0, gl.float32, row_layout)
-        p32, top, total, _ = _softmax(s, top, total, unit, MASKED)
+        p32, top, total, _ = _softmax(s, top, 0.0, unit, MASKED, LAZY_SUM)
         p = gl.convert_layout(p32.to(q.dtype), p_layout)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
         for j in range(1, count):
             slot, phase, acc, p, top, total = _one_more_tile(
                 j, q, ring, full, empty, slot, phase, acc, p, top, total, zero, walk,
                 rows, low, high, offset, slope, scale, unit, cap,
-                SLOTS, GROUPS, W, PINGPONG, OVERLAP, CAPPED, PRESCALED, SLOPED, MASKED,
+                SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, CAPPED, PRESCALED, SLOPED, MASKED,
             )  # fmt: skip
 
         mbarrier.wait(full.index(slot), phase)
@@ -462,6 +488,8 @@ def _consumer(
         slot, phase = _next_slot(slot, phase, SLOTS)
 
         weight = 1.0
+        if LAZY_SUM:
+            total = gl.convert_layout(gl.sum(total, 1), row_layout)
         peak = top
         if sinks is not None:  # one more score, without a value
             sink = gl.load(sinks + h) * 1.4426950408889634
@@ -482,7 +510,7 @@ def _consumer(
         q.store(acc.to(q.dtype))
         fence_async_shared()
         store_tile(o_desc, [b, h, first_row + W * ROWS, 0], q_s.index(place))
-        gl.store(lse + head.to(gl.int64) * L + rows, natural, mask=rows < L)
+        gl.store(lse + gl.cast(head, gl.int64) * L + rows, natural, mask=rows < L)
         if Q_SLOTS == 1:
             stored(0)
             mbarrier.arrive(q_empty.index(place), count=1)
@@ -502,7 +530,7 @@ def hopper_attention_forward(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr, ZIGZAG: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all tiles; see the module's docstring."""
     dtype: gl.constexpr = q_desc.dtype
@@ -531,12 +559,12 @@ def hopper_attention_forward(
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
@@ -552,17 +580,17 @@ def hopper_attention_forward(
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(2), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
