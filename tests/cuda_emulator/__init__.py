@@ -108,7 +108,7 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     library = Path(tempfile.gettempdir()) / f"attnscope-emulator-{key}.so"
     if not library.exists():
         made = library.with_suffix(f".{id(text)}.tmp")
-        command = ["g++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-x", "c++", "-", f"-I{HERE}", *flags]
+        command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-x", "c++", "-", f"-I{HERE}", *flags]
         done = subprocess.run([*command, "-o", str(made)], input=source, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
         made.replace(library)

@@ -29,12 +29,11 @@ __device__ __forceinline__ void arrive_expecting(Barrier* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_for(Barrier* barrier, unsigned phase) {
-  asm volatile(
-      "{.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:}" ::"r"(shared_address(barrier)), "r"(phase) : "memory");
+  unsigned done;  // the loop is not in the PTX: the compiler then sees that it keeps a warp together
+  do {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(phase) : "memory");
+  } while (!done);
 }
 
 // A box of a tensor of four axes, from (x, row, head, batch) on, lands in shared memory, zeros where the box leaves the
