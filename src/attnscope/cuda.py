@@ -27,7 +27,7 @@ from attnscope.errors import PrepareFailed, UsageError
 
 PACKAGES = ("cuda-core", "cuda-bindings")  # what a sheet names as needed
 CACHE_VARIABLE = "ATTNSCOPE_CACHE_DIR"
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 STATIC_SHARED_LIMIT_BYTES = 48 * 1024  # more must be asked for, kernel by kernel
 MAX_GRID_X, MAX_GRID_YZ, MAX_BLOCK = 2**31 - 1, 65535, 1024
 LOG_LINES = 12
@@ -48,12 +48,16 @@ class KernelResources:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one source for one architecture. ``compile_s`` is 0 where it came from the cache."""
+    """Machine code of one source for one architecture. ``compile_s`` is 0 where it came from the cache.
+
+    ``remarks`` are the assembler's about performance, such as C7510: asynchronous products are done one by one.
+    """
 
     code: bytes
     architecture: str
     resources: tuple[KernelResources, ...]
     compile_s: float = 0.0
+    remarks: tuple[str, ...] = ()
 
     def resources_of(self, kernel: str) -> KernelResources:
         """The resources of the kernel of that name."""
@@ -236,6 +240,11 @@ def parse_resources(log: str) -> tuple[KernelResources, ...]:
     return tuple(sorted(found, key=lambda r: r.name))
 
 
+def parse_remarks(log: str) -> tuple[str, ...]:
+    """The assembler's numbered remarks, without repeats."""
+    return tuple(dict.fromkeys(re.findall(r"\(C\d{4}\).*", log)))
+
+
 @functools.cache
 def header_directories() -> tuple[str, ...]:
     """Folders that hold CUDA's own headers: those of the wheels, then a toolkit's; only some kernels need them."""
@@ -315,7 +324,9 @@ def _compile(text: str, path: Path, architecture: str, options: tuple[str, ...])
         errors = [line for line in said if "error" in line]
         shown = said[-LOG_LINES:] if not errors else [*errors[:3], "...", *said[-LOG_LINES:]]
         raise PrepareFailed(f"{path.name} does not compile for {architecture}:", "\n".join(shown)) from None
-    return Cubin(code, architecture, parse_resources(log.text), time.perf_counter() - started)
+    return Cubin(
+        code, architecture, parse_resources(log.text), time.perf_counter() - started, parse_remarks(log.text)
+    )
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -326,6 +337,7 @@ class _Header(msgspec.Struct):
 
     sha256: str
     resources: list[KernelResources]
+    remarks: list[str]
 
 
 def _read_cache(file: Path, architecture: str) -> Cubin | None:
@@ -337,13 +349,13 @@ def _read_cache(file: Path, architecture: str) -> Cubin | None:
         return None
     if hashlib.sha256(code).hexdigest() != header.sha256:
         return None
-    return Cubin(code, architecture, tuple(header.resources))
+    return Cubin(code, architecture, tuple(header.resources), remarks=tuple(header.remarks))
 
 
 def _write_cache(file: Path, cubin: Cubin) -> None:
     """Write aside and rename: other processes see nothing or the whole. A folder that cannot be written costs time
     only, so it is no error."""
-    header = _Header(hashlib.sha256(cubin.code).hexdigest(), list(cubin.resources))
+    header = _Header(hashlib.sha256(cubin.code).hexdigest(), list(cubin.resources), list(cubin.remarks))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")

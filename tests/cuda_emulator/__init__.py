@@ -1,7 +1,7 @@
 """Runs the ladder's CUDA kernels on a CPU, compiled by g++, thread by thread.
 
 A stand-in for :func:`attnscope.cuda.load_kernel` that needs no GPU: the kernels' own text is compiled against
-``runtime.hpp``, and only the files that hold PTX (``device.cuh``, ``tensor_core.cuh``, ``warpgroup.cuh``) are replaced.
+``runtime.hpp``, and only the files that hold PTX (:data:`REPLACED`) are replaced.
 It finds wrong indices, missing barriers (run both orders and compare), barriers that not all threads reach, misaligned
 vector accesses of the tensor-core rungs, products and copies that are not waited for, and shared memory read before it
 was written. It says nothing of speed.
@@ -21,9 +21,11 @@ from typing import Any
 
 from attnscope import cuda
 from attnscope.device import Device
+from attnscope.implementations.hopper_cuda import launching
 
 HERE = Path(__file__).parent
-REPLACED = ("device.cuh", "tensor_core.cuh", "warpgroup.cuh")
+REPLACED = ("device.cuh", "tensor_core.cuh", "warpgroup.cuh", "copy_engine.cuh")
+HEADERS = Path(cuda.__file__).parent / "implementations" / "cuda_headers"
 
 
 class EmulatedDevice(Device):
@@ -49,11 +51,15 @@ class EmulatedKernel:
 
     def launch(self, grid: tuple[int, ...], block: int, *args: Any, shared_bytes: int = 0) -> None:
         gx, gy, gz = (*grid, 1, 1)[:3]
-        values, _ = cuda.pack_arguments(args)
+        plain = [0 if isinstance(arg, EmulatedTensorMap) else arg for arg in args]
+        values = [arg if isinstance(arg, EmulatedTensorMap) else value
+                  for arg, value in zip(args, cuda.pack_arguments(tuple(plain))[0], strict=True)]  # fmt: skip
         assert len(values) == len(self.types), f"{self.name} takes {len(self.types)} arguments, got {len(values)}"
         for value, kind, arg in zip(values, self.types, args, strict=True):
             if kind is ctypes.c_void_p:
                 assert hasattr(arg, "data_ptr"), f"{self.name}: a pointer is missing, got {value}"
+            elif kind is EmulatedTensorMap:
+                assert isinstance(arg, EmulatedTensorMap), f"{self.name}: a tensor map is missing, got {arg!r}"
             elif kind is ctypes.c_longlong:
                 assert isinstance(arg, ctypes.c_longlong), f"{self.name}: a 64-bit argument is missing, got {arg!r}"
             else:
@@ -102,18 +108,28 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     library = Path(tempfile.gettempdir()) / f"attnscope-emulator-{key}.so"
     if not library.exists():
         made = library.with_suffix(f".{id(text)}.tmp")
-        command = ["g++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-x", "c++", "-", f"-I{HERE}", *flags]
+        command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-x", "c++", "-", f"-I{HERE}", *flags]
         done = subprocess.run([*command, "-o", str(made)], input=source, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
         made.replace(library)
     return ctypes.CDLL(str(library)), types
 
 
+class EmulatedTensorMap(ctypes.Structure):
+    """A tensor map as the emulator's copy_engine.cuh reads it; sizes and strides from the innermost axis on."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p), ("sizes", ctypes.c_ulonglong * 4), ("strides", ctypes.c_ulonglong * 3),
+        ("box", ctypes.c_uint * 4),
+    )  # fmt: skip
+
+
 def _ctype(parameter: str) -> Any:
     if "*" in parameter:
         return ctypes.c_void_p
-    kind = parameter.split()[0]
-    return {"i64": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}[kind]
+    kind = re.sub(r"\bconst\b|\b__grid_constant__\b", "", parameter).split()[0]
+    kinds = {"i64": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float, "TensorMap": EmulatedTensorMap}
+    return kinds[kind]
 
 
 def _expand(path: Path) -> str:
@@ -129,15 +145,31 @@ def _expand(path: Path) -> str:
             included = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
             if included is None:
                 found.append("" if line.strip() == "#pragma once" else line)
-            elif included[1] in REPLACED:
-                found += lines(HERE / included[1])
+            elif Path(included[1]).name in REPLACED:
+                found += lines(HERE / Path(included[1]).name)
             else:
-                found += lines(file.parent / included[1])
+                found += lines(file.parent / included[1] if (file.parent / included[1]).exists() else HEADERS / Path(included[1]).name)
         return found
 
-    real = (path.parent / "device.cuh").read_text()
+    real = (HEADERS / "device.cuh").read_text()
     reductions = "\n".join(
         real[real.index(f"__device__ __forceinline__ float {name}") :].partition("\n}\n")[0] + "\n}"
         for name in ("block_sum", "block_max")
     )
     return "\n".join(lines(path)).replace("BLOCK_REDUCTIONS", reductions)
+
+
+def encode_tensor_map(tensor: Any, dtype: str, rows: int, columns: int) -> EmulatedTensorMap:
+    """What hopper_cuda calls in place of :func:`launching.encode`, with the driver's rules."""
+    assert tensor.element_size() == 2 and dtype in ("bf16", "fp16")
+    sizes, strides = launching.map_sizes(tensor)
+    assert tensor.data_ptr() % 16 == 0 and all(0 < stride < 2**40 and stride % 16 == 0 for stride in strides)
+    assert all(0 < size <= 2**32 for size in sizes) and 0 < rows <= 256 and columns * 2 <= 128
+    found = EmulatedTensorMap(address=tensor.data_ptr())
+    found.sizes[:], found.strides[:], found.box[:] = sizes, strides, (columns, rows, 1, 1)
+    return found
+
+
+def bind(kernel: EmulatedKernel, grid: int, block: int, shared_bytes: int, args: tuple[Any, ...]) -> Any:
+    """What hopper_cuda calls in place of :func:`launching.bind`."""
+    return lambda: kernel.launch((grid,), block, *args, shared_bytes=shared_bytes)

@@ -6,7 +6,9 @@
 #include <string.h>
 #include <ucontext.h>
 #include <algorithm>
+#include <deque>
 #include <functional>
+#include <map>
 #include <vector>
 
 using std::max;
@@ -16,10 +18,13 @@ using std::min;
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static
 #define __CUDA_ARCH__ 900
 
 struct uint3_ { unsigned x, y, z; };
+struct alignas(8) uint2 { unsigned x, y; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -30,11 +35,12 @@ inline float __logf(float x) { return logf(x); }
 
 static uint3_ threadIdx, blockIdx, blockDim, gridDim;
 
-enum Wait { RUNNING, AT_WARP, AT_BLOCK, DONE };
+enum Wait { RUNNING, AT_WARP, AT_BLOCK, UNTIL, DONE };
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   Wait wait;
+  std::function<bool()> until;
 };
 static std::vector<Fiber> emulator_fibers;
 static ucontext_t emulator_scheduler;
@@ -69,14 +75,43 @@ inline void emulator_wait(Wait kind) {
 inline void emulator_warp_barrier() { emulator_wait(AT_WARP); }
 inline void __syncthreads() { emulator_wait(AT_BLOCK); }
 inline void __syncwarp() { emulator_wait(AT_WARP); }
-inline float __shfl_xor_sync(unsigned, float x, int mask) {
-  static float slots[32][32];
+// Until something holds that other threads, or copies that land, bring about.
+inline void emulator_wait_until(std::function<bool()> holds) {
+  if (holds()) return;
+  emulator_fibers[threadIdx.x].until = holds;
+  emulator_wait(UNTIL);
+}
+// What the copy engine was asked for and did not do yet: the first is done when no thread can go on without it.
+static std::deque<std::function<void()>> emulator_asked;
+static std::vector<std::function<void()>> emulator_forget;  // called before each block
+template <typename T> inline T __shfl_xor_sync(unsigned, T x, int mask) {
+  static T slots[32][32];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   slots[warp][lane] = x;
   emulator_warp_barrier();
-  float y = slots[warp][lane ^ mask];
+  T y = slots[warp][lane ^ mask];
   emulator_warp_barrier();
   return y;
+}
+
+inline int __shfl_sync(unsigned, int x, int lane) {
+  static int slots[32][32];
+  int warp = threadIdx.x / 32;
+  slots[warp][threadIdx.x % 32] = x;
+  emulator_warp_barrier();
+  int y = slots[warp][lane];
+  emulator_warp_barrier();
+  return y;
+}
+inline bool __all_sync(unsigned, bool x) {
+  static bool slots[32][32];
+  int warp = threadIdx.x / 32;
+  slots[warp][threadIdx.x % 32] = x;
+  emulator_warp_barrier();
+  bool all = true;
+  for (int lane = 0; lane < 32; lane++) all = all && slots[warp][lane];
+  emulator_warp_barrier();
+  return all;
 }
 
 static void emulator_entry() {
@@ -126,6 +161,17 @@ static void emulator_run_block(unsigned threads, int order) {
       for (unsigned t = 0; t < threads; t++) if (emulator_fibers[t].wait == AT_BLOCK) emulator_fibers[t].wait = RUNNING;
       released = true;
     }
+    for (unsigned t = 0; t < threads; t++) {
+      if (emulator_fibers[t].wait != UNTIL || !emulator_fibers[t].until()) continue;
+      emulator_fibers[t].wait = RUNNING;
+      released = true;
+    }
+    if (!ran && !released && !emulator_asked.empty()) {
+      auto copy = emulator_asked.front();
+      emulator_asked.pop_front();
+      copy();
+      released = true;
+    }
     if (!ran && !released) { emulator_fail("deadlock: threads wait for different barriers"); return; }
   }
 }
@@ -143,7 +189,10 @@ static const char* emulator_launch(unsigned gx, unsigned gy, unsigned gz, unsign
       for (unsigned x = 0; x < gx && !emulator_error; x++) {
         blockIdx = {x, y, z};
         std::fill(emulator_shared.begin(), emulator_shared.end(), (char)0xff);  // NaN: what is read unwritten shows
+        emulator_asked.clear();
+        for (auto& forget : emulator_forget) forget();
         emulator_run_block(threads, order);
+        if (!emulator_asked.empty()) emulator_fail("a block ended before a copy that it asked for landed");
       }
   return emulator_error;
 }

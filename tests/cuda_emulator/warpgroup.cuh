@@ -29,8 +29,13 @@ template <int Left> inline void wait_for_products() {
     for (auto& product : groups.front()) product();
     groups.erase(groups.begin());
   }
+  emulator_warp_barrier();  // `.aligned`: a warp waits as one
 }
 template <int N> inline void settle(float (*)[4]) {}
+template <int N> inline void settle_operands(unsigned (*)[4]) {}
+inline void compute_before_waiting(float x, const void*) {
+  if (x < 0.0f) emulator_fail("what is never below 0 was");
+}
 
 inline u64 describe_operand(const void* place, int panel_bytes) {
   u64 address = __cvta_generic_to_shared(place);

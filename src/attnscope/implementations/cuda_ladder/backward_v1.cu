@@ -8,7 +8,7 @@
 //   redundant blocks run beside each other: what hurts most is the serial loop. V1, V1-fixed and V2 part the two.
 //
 // weights, grad_weights, grad_scores are (B * H, T, row_stride). Only t3 <= t is written; prepare zeroed the rest.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     softmax_backward_serial(float* grad_scores, const float* weights, const float* grad_weights, int heads, int T,

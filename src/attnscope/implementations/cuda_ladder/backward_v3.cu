@@ -7,7 +7,7 @@
 //   it does here too: same machine code but for that, so that the claim can be timed.
 //
 // weights, grad_weights, grad_scores are (B * H, T, row_stride). Only t3 <= t is written; prepare zeroed the rest.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 #if COOPERATIVE_GROUPS
 #include <cooperative_groups.h>

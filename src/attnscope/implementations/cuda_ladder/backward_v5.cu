@@ -9,7 +9,7 @@
 //
 // Compiled with UNROLL, at most 32. weights, grad_weights, grad_scores are (B * H, T, row_stride). Only t3 <= t is
 // written; prepare zeroed the rest.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     softmax_backward_warp_no_branches(float* grad_scores, const float* weights, const float* grad_weights, int T,

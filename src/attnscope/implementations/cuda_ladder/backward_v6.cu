@@ -8,7 +8,7 @@
 //
 // weights, grad_weights, grad_scores are (B * H, T, row_stride). Only t3 <= t is written; prepare zeroed the rest.
 // Any T: loads are clipped to the row's visible part, and a product beyond it counts as zero.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK_SIZE)
     softmax_backward_block_a_row(float* grad_scores, const float* weights, const float* grad_weights, int T,

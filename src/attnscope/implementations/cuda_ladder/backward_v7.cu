@@ -9,7 +9,7 @@
 //
 // weights, grad_weights, grad_scores are (B * H, T, row_stride), row_stride a multiple of 4. Only t3 <= t is written (up
 // to the end of a group of four, where it writes the zeros that prepare wrote).
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     softmax_backward_closed_form(float* grad_scores, const float* weights, const float* grad_weights, int T,

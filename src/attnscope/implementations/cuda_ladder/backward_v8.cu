@@ -13,7 +13,7 @@
 // Compiled with BLOCK_SIZE.
 // weights, grad_weights, grad_scores are (B * H, T, row_stride), row_stride a multiple of 4. Only t3 <= t is written (up
 // to the end of a group of four, where it writes the zeros that prepare wrote).
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 #define ROWS 4
 #define ROW_REGISTERS (BLOCK_SIZE <= 64 ? 4 : BLOCK_SIZE <= 128 ? 2 : 1)

@@ -7,7 +7,7 @@
 // Against the previous rung: there is none; this is what all others are measured against.
 //
 // Compiled with HEAD_DIM. Strides count elements and are 64-bit; d has stride 1. row_stride is that of the scores.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 // Grid (ceil(T * T / block), B * H).
 extern "C" __global__ void __launch_bounds__(1024)

@@ -10,7 +10,7 @@
 //
 // Compiled with HEAD_DIM. q, k, v, out are (B * H, T, D) contiguous; top and total are (B * H, T).
 // Shared: (3 * 32 * D + 32 * 32) floats.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 #define TILE 32
 

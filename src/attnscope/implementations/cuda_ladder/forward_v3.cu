@@ -6,7 +6,7 @@
 // Against the previous rung: it moves far more bytes than V2 and is much faster, by parallelism and coalescing alone.
 //
 // scores are (B * H, T, row_stride).
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     scale_and_mask(float* scores, int T, int row_stride, float scale) {

@@ -8,7 +8,7 @@
 // Against the previous rung: one kernel less, half the bytes, no block barrier.
 //
 // scores and weights are (B * H, T, row_stride) with row_stride a multiple of 4.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     softmax_one_warp_a_row(float* weights, const float* scores, i64 rows, int T, int row_stride, float scale) {

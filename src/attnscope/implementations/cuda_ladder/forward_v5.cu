@@ -7,7 +7,7 @@
 // V6 is this kernel too, without the permutes around it.
 //
 // Compiled with SCORE_T (bf16 or fp16). scores and weights are (B * H, T, row_stride), row_stride a multiple of 8.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 #define PER_LANE 8
 

@@ -14,7 +14,7 @@
 // fit. Strides count elements, are 64-bit and multiples of 8; d has stride 1. scale >= 0. lse is (B * H, T).
 // Shared: 1024 + (BLOCK_SIZE / 2 + 2 * STAGES * KEYS) * HEAD_DIM * 2 bytes.
 #include "tiles.cuh"
-#include "warpgroup.cuh"
+#include "../cuda_headers/warpgroup.cuh"
 
 #define QUERIES (BLOCK_SIZE / 2)
 #define STAGES 3

@@ -8,7 +8,7 @@
 //
 // Compiled with HEAD_DIM, INPUT_T, OUTPUT_T and WIDTH, which divides HEAD_DIM and all strides. Strides count elements and
 // are 64-bit; d has stride 1.
-#include "device.cuh"
+#include "../cuda_headers/device.cuh"
 
 template <typename T> struct alignas(WIDTH * sizeof(T)) Pack {
   T at[WIDTH];

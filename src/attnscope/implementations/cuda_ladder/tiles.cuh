@@ -1,7 +1,7 @@
 // Tiles of rows of HEAD_DIM 16-bit numbers in shared memory, and products of them. Rows are padded by 16 bytes, so that
 // the eight rows of a matrix lie in different banks: with HEAD_DIM a multiple of 16 the stride is an odd number of 16s.
 #pragma once
-#include "tensor_core.cuh"
+#include "../cuda_headers/fragments.cuh"
 
 #define TILE_STRIDE (HEAD_DIM + 8)
 #define DIM_STEPS (HEAD_DIM / 16)
@@ -46,24 +46,6 @@ template <typename T16> __device__ __forceinline__ void load_b_rows(unsigned* b,
 template <typename T16> __device__ __forceinline__ void load_b_dims(unsigned* b, const T16* tile, int row, int dim) {
   int lane = threadIdx.x % 32, m = lane / 8;
   load_matrices_transposed(b, tile + (row + (m % 2) * 8 + lane % 8) * TILE_STRIDE + dim + (m / 2) * 8);
-}
-
-// The A operand of depth columns 16 * step .. of a row of 16 x 8 results, rounded to 16 bits: what was C becomes A.
-template <typename T16> __device__ __forceinline__ void results_to_a(unsigned* a, const float (*c)[4], int step) {
-  a[0] = pack2<T16>(c[2 * step][0], c[2 * step][1]);
-  a[1] = pack2<T16>(c[2 * step][2], c[2 * step][3]);
-  a[2] = pack2<T16>(c[2 * step + 1][0], c[2 * step + 1][1]);
-  a[3] = pack2<T16>(c[2 * step + 1][2], c[2 * step + 1][3]);
-}
-
-// Sum and maximum over the four lanes that share a row of C.
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(FULL_WARP, x, 1);
-  return x + __shfl_xor_sync(FULL_WARP, x, 2);
-}
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
-  return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
 }
 
 // out[row][dim..] = acc * factor for the two rows that a lane holds; rows beyond T are not written.

@@ -1,0 +1,381 @@
+// Attention forward for Hopper: a warp that copies, warpgroups that multiply, and nobody who waits for a whole block.
+//
+// Grid: as many blocks as multiprocessors (or fewer); each walks over tiles of QUERIES rows of one head in an order that is
+// fixed by its index. Threads: a warpgroup of which one thread asks the copy engine for tiles, then GROUPS of 64 rows.
+// A group's step: scores of a tile of keys are begun, then the values of the tile before are added; while both run, it
+// waits for the scores alone and computes their weights; then it waits for the sums and brings them to the new maximum.
+// Keys go from the last visible tile to the first: the tile that needs a mask for sure comes first, once.
+//
+// Compiled with T16; DIMS, the tensors' head dim (a multiple of 8), and HEAD_DIM, the multiple of 16 above it; GROUPS; KEYS
+// a tile (a multiple of 16); STAGES of keys and of values; REGISTERS_COPY and REGISTERS_GROUP a thread; and switches:
+//   DIAGONAL   row i sees keys below i + reach        WINDOW  row i sees keys from i + lag on
+//   PING_PONG  groups begin their products in turn    SNAKE   every other round of tiles goes backwards over the blocks
+//   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
+// scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L).
+// Shared: 1024 + (QUERIES + 2 * STAGES * KEYS) * PANELS * 128 bytes, then the barriers.
+#include "../cuda_headers/copy_engine.cuh"
+#include "../cuda_headers/fragments.cuh"
+#include "../cuda_headers/warpgroup.cuh"
+
+#define QUERIES (64 * GROUPS)
+#define THREADS (128 * GROUPS + 128)
+#define PANELS ((HEAD_DIM + 63) / 64)
+#define ROW_BYTES 128
+#define QUERY_BYTES (QUERIES * ROW_BYTES * PANELS)
+#define KEY_BYTES (KEYS * ROW_BYTES * PANELS)
+#define SCORE_TILES (KEYS / 8)
+#define DIM_TILES (HEAD_DIM / 8)
+#define FIRST_TURN 1  // of the block's barriers 0 to 15, the one of group 0
+
+struct Barriers {
+  Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+// Place in a ring of STAGES buffers, and the parity of the round.
+struct Ring {
+  int stage = 0;
+  unsigned phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+struct Shape {
+  int heads, H, group, L, S, row_tiles, section, reach, lag;
+};
+
+// A tile of rows, and the tiles of keys, begin .. end - 1, that any of its rows sees.
+struct Work {
+  int batch, head, first, begin, end;
+};
+
+__device__ __forceinline__ int tiles_of(int keys) { return (keys + KEYS - 1) / KEYS; }
+
+// The block's tile of round `turn`; false after the last. Of a section of heads, the last rows of all heads come first.
+__device__ __forceinline__ bool find_work(Work& work, const Shape& shape, int turn) {
+  int place = SNAKE && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, tile = turn * gridDim.x + place;
+  if (tile >= shape.heads * shape.row_tiles) return false;
+  int section = tile / (shape.section * shape.row_tiles), inside = tile - section * shape.section * shape.row_tiles;
+  int heads = min(shape.section, shape.heads - section * shape.section), row_tile = inside / heads;
+  int head = section * shape.section + inside - row_tile * heads;
+  work.batch = head / shape.H;
+  work.head = head - work.batch * shape.H;
+  work.first = (shape.row_tiles - 1 - row_tile) * QUERIES;
+  int high = DIAGONAL ? min(shape.S, min(work.first + QUERIES, shape.L) - 1 + shape.reach) : shape.S;
+  work.end = tiles_of(max(high, 0));
+  work.begin = WINDOW ? min(max(work.first + shape.lag, 0) / KEYS, work.end) : 0;
+  return true;
+}
+
+// --- the copying thread ---------------------------------------------------------------------------------------------
+
+struct Copies {
+  const TensorMap *q, *k, *v;
+  char *queries, *keys, *values;
+  Barriers* barriers;
+  Ring key_ring, value_ring;
+  unsigned query_phase = 0;
+
+  __device__ __forceinline__ void fill(char* to, const TensorMap& map, Barrier* full, int rows, int row, int head, int batch) {
+    arrive_expecting(full, rows * ROW_BYTES * PANELS);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+      copy_box(to + panel * rows * ROW_BYTES, map, full, panel * 64, row, head, batch);
+  }
+  __device__ __forceinline__ void fill_keys(int tile, int head, int batch) {
+    wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);
+    fill(keys + key_ring.stage * KEY_BYTES, *k, &barriers->k_full[key_ring.stage], KEYS, tile * KEYS, head, batch);
+    key_ring.next();
+  }
+  __device__ __forceinline__ void fill_values(int tile, int head, int batch) {
+    wait_for(&barriers->v_empty[value_ring.stage], value_ring.phase ^ 1);
+    fill(values + value_ring.stage * KEY_BYTES, *v, &barriers->v_full[value_ring.stage], KEYS, tile * KEYS, head, batch);
+    value_ring.next();
+  }
+  // Values are needed a tile later than keys, so they are asked for a tile later.
+  __device__ __forceinline__ void serve(const Work& work, int group) {
+    if (work.begin >= work.end) return;
+    int head = work.head / group;
+    fill_keys(work.end - 1, head, work.batch);
+    wait_for(&barriers->q_empty, query_phase ^ 1);
+    fill(queries, *q, &barriers->q_full, QUERIES, work.first, work.head, work.batch);
+    query_phase ^= 1;
+#pragma unroll 1
+    for (int tile = work.end - 2; tile >= work.begin; tile--) {
+      fill_keys(tile, head, work.batch);
+      fill_values(tile + 1, head, work.batch);
+    }
+    fill_values(work.begin, head, work.batch);
+  }
+};
+
+// --- a multiplying group --------------------------------------------------------------------------------------------
+
+// The two rows of scores that a lane holds: maximum, sum of this lane's weights, what earlier sums are worth now, and the
+// keys that they see.
+struct Rows {
+  float top[2], sum[2], rescale[2];
+  int low[2], high[2];
+};
+
+__device__ __forceinline__ void mask_tile(float (*s)[4], const Rows& rows, int key) {
+  int column = key + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    int high = rows.high[r] - column, low = rows.low[r] - column;
+#pragma unroll
+    for (int n = 0; n < SCORE_TILES; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+        if (n * 8 + e >= high || (WINDOW && n * 8 + e < low)) s[n][2 * r + e] = negative_infinity();
+    }
+  }
+}
+
+// Online softmax of one tile: s becomes weights.
+template <bool First, bool Masked> __device__ __forceinline__ void softmax_tile(float (*s)[4], Rows& rows, float scale2) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float top = First ? fmaxf(s[0][2 * r], s[0][2 * r + 1]) : rows.top[r];
+#pragma unroll
+    for (int n = First; n < SCORE_TILES; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+    top = quad_max(top);
+    if (SLACK && !First && (top - rows.top[r]) * scale2 <= (float)SLACK) top = rows.top[r];
+    float shift = Masked && top == negative_infinity() ? 0.0f : top * scale2;  // a row may have seen no key yet
+    rows.rescale[r] = First ? 0.0f : exp2_fast(rows.top[r] * scale2 - shift);
+    rows.top[r] = top;
+    float even = 0.0f, odd = 0.0f;  // two sums: one would be a chain of additions longer than the exponentials take
+#pragma unroll
+    for (int n = 0; n < SCORE_TILES; n++) {
+      s[n][2 * r] = exp2_fast(s[n][2 * r] * scale2 - shift);
+      s[n][2 * r + 1] = exp2_fast(s[n][2 * r + 1] * scale2 - shift);
+      even += s[n][2 * r];
+      odd += s[n][2 * r + 1];
+    }
+    rows.sum[r] = First ? even + odd : rows.sum[r] * rows.rescale[r] + (even + odd);
+  }
+}
+
+// What a warpgroup holds of its 64 rows.
+struct Group {
+  float s[SCORE_TILES][4], acc[DIM_TILES][4];
+  unsigned weights[KEYS / 16][4];
+  Rows rows;
+  Ring keys, values;
+  Barriers* barriers;
+  u64 query_operand, key_operand, value_operand;
+  float scale2;
+  int index;
+
+  __device__ __forceinline__ void release(Barrier* empty) const {
+    if (threadIdx.x % 32 == 0) arrive(empty);  // each warp for itself: products of another may still be reading
+  }
+  __device__ __forceinline__ void take_turn() const {
+    if (PING_PONG) meet_at<256>(FIRST_TURN + index);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if (PING_PONG) pass<256>(FIRST_TURN + (index + 1 == GROUPS ? 0 : index + 1));
+  }
+
+  // Begun, not waited for.
+  __device__ __forceinline__ void start_scores() {
+    u64 k = key_operand + keys.stage * (KEY_BYTES >> 4);
+    settle<SCORE_TILES>(s);
+    begin_products();
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++) {
+      int panel = d / 4, inside = d % 4 * 32;
+      multiply_shared<KEYS, T16>(s, query_operand + ((panel * QUERIES * ROW_BYTES + inside) >> 4),
+                                 k + ((panel * KEYS * ROW_BYTES + inside) >> 4), d > 0);
+    }
+    commit_products();
+  }
+  __device__ __forceinline__ void start_values() {
+    u64 v = value_operand + values.stage * (KEY_BYTES >> 4);
+    settle<DIM_TILES>(acc);
+    settle_operands<KEYS / 16>(weights);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; step++)
+      add_product<HEAD_DIM, T16>(acc, weights[step], v + (step * 16 * ROW_BYTES >> 4));
+    commit_products();
+  }
+  __device__ __forceinline__ void await_values() { wait_for(&barriers->v_full[values.stage], values.phase); }
+  __device__ __forceinline__ void end_values() {
+    wait_for_products<0>();
+    settle<DIM_TILES>(acc);
+    release(&barriers->v_empty[values.stage]);
+    values.next();
+  }
+  __device__ __forceinline__ void rescale_sums() {
+    bool same = rows.rescale[0] == 1.0f && rows.rescale[1] == 1.0f;
+    if (SLACK && __all_sync(FULL_WARP, same)) return;
+#pragma unroll
+    for (int n = 0; n < DIM_TILES; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[n][e] *= rows.rescale[e / 2];
+    }
+  }
+
+  // A tile of keys; `last`: no tile after this one needs the queries.
+  template <bool First, bool Masked> __device__ __forceinline__ void attend(int tile, bool last) {
+    wait_for(&barriers->k_full[keys.stage], keys.phase);
+    take_turn();
+    start_scores();
+    if (!First) {
+      await_values();
+      start_values();
+    }
+    end_turn();
+    wait_for_products<First ? 0 : 1>();
+    settle<SCORE_TILES>(s);
+    release(&barriers->k_empty[keys.stage]);
+    keys.next();
+    if (last) release(&barriers->q_empty);
+    if (Masked) mask_tile(s, rows, tile * KEYS);
+    softmax_tile<First, Masked>(s, rows, scale2);
+    if (!First) {
+      compute_before_waiting(rows.sum[0] + rows.sum[1], barriers);
+      end_values();
+      rescale_sums();
+    }
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; step++) results_to_a<T16>(weights[step], s, step);
+  }
+  // A tile that other groups see and this one does not.
+  __device__ __forceinline__ void skip() {
+    wait_for(&barriers->k_full[keys.stage], keys.phase);
+    take_turn();
+    end_turn();
+    release(&barriers->k_empty[keys.stage]);
+    keys.next();
+    await_values();
+    release(&barriers->v_empty[values.stage]);
+    values.next();
+  }
+
+  __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
+    int first = work.first + 64 * index, row = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      rows.top[r] = negative_infinity();
+      rows.sum[r] = 0.0f;
+      rows.high[r] = DIAGONAL ? min(shape.S, row + 8 * r + shape.reach) : shape.S;
+      rows.low[r] = row + 8 * r + shape.lag;
+    }
+#pragma unroll
+    for (int n = 0; n < DIM_TILES; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+    int end = DIAGONAL ? min(tiles_of(max(min(first + 64, shape.L) - 1 + shape.reach, 0)), work.end) : work.end;
+    if (first >= shape.L) end = work.begin;
+    int begin = WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin, tile = work.end - 1;
+#pragma unroll 1
+    for (; tile >= end; tile--) skip();
+    if (tile < begin) {
+      if (work.begin < work.end) release(&barriers->q_empty);
+    } else {
+      attend<true, true>(tile, tile == begin);
+      tile--;
+      if (WINDOW) {
+#pragma unroll 1
+        for (; tile >= begin; tile--) {
+          bool all_seen = (!DIAGONAL || (tile + 1) * KEYS <= first + shape.reach) && tile * KEYS >= first + 63 + shape.lag;
+          if (all_seen) attend<false, false>(tile, tile == begin);
+          else attend<false, true>(tile, tile == begin);
+        }
+      } else {
+        if (DIAGONAL)
+#pragma unroll 1
+          for (; tile >= begin && (tile + 1) * KEYS > first + shape.reach; tile--) attend<false, true>(tile, tile == begin);
+#pragma unroll 1
+        for (; tile >= begin; tile--) attend<false, false>(tile, tile == begin);
+      }
+      await_values();
+      start_values();
+      end_values();
+    }
+#pragma unroll 1
+    for (; tile >= work.begin; tile--) skip();
+  }
+
+  // Rows of `out`, 32 bytes of a row by four lanes: two tiles of columns, of which a lane holds two columns each, become
+  // four columns of one.
+  __device__ __forceinline__ void store(T16* out, i64 row_stride, int row, int L, const float* factor) const {
+    int lane = threadIdx.x % 4, odd = lane % 2;
+#pragma unroll
+    for (int n = 0; n < DIM_TILES; n += 2) {
+      int column = (n + odd) * 8 + lane / 2 * 4;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        unsigned left = pack2<T16>(acc[n][2 * r] * factor[r], acc[n][2 * r + 1] * factor[r]);
+        unsigned right = pack2<T16>(acc[n + 1][2 * r] * factor[r], acc[n + 1][2 * r + 1] * factor[r]);
+        unsigned got = __shfl_xor_sync(FULL_WARP, odd ? left : right, 1);
+        if (row + 8 * r < L && column < DIMS)
+          *(uint2*)(out + (row + 8 * r) * row_stride + column) = odd ? make_uint2(got, right) : make_uint2(left, got);
+      }
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_cuda_forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                        const __grid_constant__ TensorMap v, T16* out, float* lse, i64 ob, i64 oh, i64 ot, float scale,
+                        int heads, int H, int group, int L, int S, int row_tiles, int section, int reach, int lag) {
+  extern __shared__ char unaligned[];
+  char* queries = unaligned + (1024 - (unsigned)__cvta_generic_to_shared(unaligned) % 1024) % 1024;
+  char *keys = queries + QUERY_BYTES, *values = keys + STAGES * KEY_BYTES;
+  Barriers* barriers = (Barriers*)(values + STAGES * KEY_BYTES);
+  Shape shape = {heads, H, group, L, S, row_tiles, section, reach, lag};
+  if (threadIdx.x == 0) {
+    make_barrier(&barriers->q_full, 1);
+    make_barrier(&barriers->q_empty, 4 * GROUPS);
+    for (int stage = 0; stage < STAGES; stage++) {
+      make_barrier(&barriers->k_full[stage], 1);
+      make_barrier(&barriers->v_full[stage], 1);
+      make_barrier(&barriers->k_empty[stage], 4 * GROUPS);
+      make_barrier(&barriers->v_empty[stage], 4 * GROUPS);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+
+  int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);  // the same for a warp, which the compiler then knows
+  Work work;
+  if (warpgroup == 0) {
+    shrink_to<REGISTERS_COPY>();
+    if (threadIdx.x == 0) {
+      Copies copies = {&q, &k, &v, queries, keys, values, barriers};
+#pragma unroll 1
+      for (int turn = 0; find_work(work, shape, turn); turn++) copies.serve(work, group);
+    }
+  } else {
+    grow_to<REGISTERS_GROUP>();
+    Group own;
+    own.barriers = barriers;
+    own.index = warpgroup - 1;
+    own.query_operand = describe_operand(queries + own.index * 64 * ROW_BYTES, 0);
+    own.key_operand = describe_operand(keys, 0);
+    own.value_operand = describe_operand(values, KEYS * ROW_BYTES);
+    own.scale2 = scale * LOG2_E;
+    if (PING_PONG && own.index == 0) pass<256>(FIRST_TURN);
+    unsigned query_phase = 0;
+#pragma unroll 1
+    for (int turn = 0; find_work(work, shape, turn); turn++) {
+      if (work.begin < work.end) {
+        wait_for(&barriers->q_full, query_phase);
+        query_phase ^= 1;
+      }
+      own.walk(work, shape);
+      int row = work.first + 64 * own.index + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float total = quad_sum(own.rows.sum[r]);
+        factor[r] = total > 0.0f ? 1.0f / total : 0.0f;
+        if (threadIdx.x % 4 == 0 && row + 8 * r < L)
+          lse[(i64)(work.batch * H + work.head) * L + row + 8 * r] =
+              total > 0.0f ? own.rows.top[r] * scale + __logf(total) : negative_infinity();
+      }
+      own.store(out + work.batch * ob + work.head * oh, ot, row, L, factor);
+    }
+  }
+}
