@@ -96,7 +96,7 @@ def test_keys_that_are_there_to_be_split(text: str, keys: int) -> None:
         (2048, 32, 1),  # programs enough, though the last round is not full
         (512, 64, 2),
         (1, 4, 4),
-        (1, 256, 128),  # two tiles each: one more split would leave the others no smaller
+        (1, 256, 256),  # a split reads one tile at the least
         (64, 128, 4),
         (8, 512, 32),
         (8, 64, 32),
