@@ -197,3 +197,18 @@ def test_copies_are_16_bytes_wide_and_asynchronous(compiled: Any) -> None:
 @pytest.mark.slow
 def test_without_splits_one_kernel_is_compiled(compiled: Any) -> None:
     assert [k.name for k in compiled("B256,H32/8,L1,S2048,D128,bf16,sinks")] == ["hopper_attention_decode"]
+
+
+@pytest.mark.slow
+def test_the_second_kernel_waits_before_it_reads_and_no_caller_s_alignment_is_assumed(compiled: Any) -> None:
+    first, combine = compiled("B2,H8/2,L1,S4096,D128,bf16,sinks,alibi,lengths=4096/7", splits=4)
+    ptx = combine.asm["ptx"]
+    assert "griddepcontrol.launch_dependents" in first.asm["ptx"]
+    assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+    aligned = {name for name in ("q", "k", "v", "lengths", "slopes", "sinks") if _is_aligned(first, name)}
+    assert aligned == {"q", "k", "v"} and not _is_aligned(combine, "sinks")
+
+
+def _is_aligned(kernel: Any, argument: str) -> bool:
+    """Whether the kernel was compiled for an argument that begins at a multiple of 16 bytes."""
+    return bool(kernel.src.attrs.get((kernel.src.fn.arg_names.index(argument),)))

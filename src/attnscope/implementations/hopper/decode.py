@@ -51,15 +51,15 @@ class Tile:
     ahead: int = 2
 
 
-# By (packed rows, larger head dim as held), the first that is large enough. A tile of K and V is 32 KiB; two of them
-# are on their way while a third is multiplied. ``resident`` follows from shared memory (227 KiB) and registers.
+# By (packed rows, larger head dim as held), the first that is large enough. A tile of K and V is 32 KiB at most; two
+# or three are on their way while one is multiplied. ``resident`` follows from shared memory (227 KiB) and registers.
 TILES: dict[tuple[int, int], Tile] = {
     (16, 64): Tile(16, 128, 4, 3, 3),
     (16, 128): Tile(16, 64, 4, 3, 3),
     (16, 256): Tile(16, 32, 4, 3, 3),
     (32, 64): Tile(32, 128, 4, 3, 2),
     (32, 128): Tile(32, 64, 4, 3, 2),
-    (32, 256): Tile(32, 32, 8, 3, 2),
+    (32, 256): Tile(32, 16, 4, 4, 3),
     (64, 64): Tile(64, 64, 4, 3, 2),
     (64, 128): Tile(64, 64, 4, 3, 2),
     (64, 256): Tile(64, 32, 4, 3, 1),

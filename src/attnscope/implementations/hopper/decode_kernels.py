@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     import triton.language as tl
     import triton.language.extra.cuda as cuda
 
-# Numbers whose being 1 or a multiple of 16 shall not make Triton compile anew.
-SIZES = (
+# Numbers whose being 1 or a multiple of 16 shall not make Triton compile anew, and tensors of a caller that need not
+# begin at a multiple of 16 bytes: the others are looked at (decode.is_readable) or made here.
+UNSPECIALIZED = (
+    "lengths", "slopes", "sinks",
     "L", "S", "window", "splits",
     "q_b", "q_h", "q_l", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "out_b", "out_h", "out_l",
 )  # fmt: skip
@@ -46,7 +48,7 @@ def load() -> Any:
     if "tl" not in vars(module):
         triton = importlib.import_module("triton")
         language = importlib.import_module("triton.language")
-        made = {name: triton.jit(f, do_not_specialize=SIZES) for name, f in _DEVICE_FUNCTIONS.items()}
+        made = {name: triton.jit(f, do_not_specialize=UNSPECIALIZED) for name, f in _DEVICE_FUNCTIONS.items()}
         vars(module).update(made, tl=language, cuda=importlib.import_module("triton.language.extra.cuda"))
     return module
 
