@@ -21,13 +21,14 @@ unit: venv
 test-long: venv
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "long and not gpu" -n logical
 
-# triton_fused in Triton's interpreter and in its compiler, without a GPU: 180 MiB to fetch and some minutes, so apart
+# triton_fused and hopper's decoding in Triton's interpreter and in its compiler, without a GPU: 180 MiB to fetch and some minutes, so apart
 # from `make test`, and beside the packages of .venv, since torch.compile's tests must not find an interpreting Triton.
 triton: venv
 	$(BIN)/pip install -q --no-deps --target $(VENV)/triton 'triton>=3.7.1'
 	PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n logical \
-		-k "triton_fused and not implementation_on_workload" tests/test_contract.py tests/test_triton_fused_interpreted.py
-	PYTHONPATH=$(VENV)/triton OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n logical tests/test_triton_fused.py
+		-k "(triton_fused or hopper) and not implementation_on_workload" \
+		tests/test_contract.py tests/test_triton_fused_interpreted.py tests/test_hopper_decode_interpreted.py
+	PYTHONPATH=$(VENV)/triton OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n logical tests/test_triton_fused.py tests/test_hopper_decode.py
 
 venv: $(VENV)/.installed
 # Built anew when what it is built from changed; otherwise this does nothing.

@@ -99,6 +99,8 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
                "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
     FamilyRule(r"^triton_fused_attention_forward", "attnscope triton_fused", "fused attention", TENSOR_CORE,
                "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
+    FamilyRule(r"^hopper_attention_decode", "attnscope hopper", "fused attention", MEMORY,
+               "few query rows read K and V once: bandwidth decides, the products are a trifle"),
     FamilyRule(r"^_attn_bwd", "triton attention", "fused attention backward"),
     FamilyRule(r"^_attn_fwd", "triton attention", "fused attention"),
     # matrix products
