@@ -1,6 +1,6 @@
 // Stands in for the ladder's copy_engine.cuh: tensor copies by PTX ISA 8.x, "cp.async.bulk.tensor" and its 128-byte swizzle,
-// phases by "mbarrier". In one order of threads a copy lands at once, in the other only when no thread can go on without
-// it, so that a missing wait and a buffer that is overwritten too early are seen.
+// phases by "mbarrier". In orders 1 and 2 a copy lands at once, in order 0 only when no thread can go on without one, and
+// then the last that was asked for lands first, so that a missing wait and a buffer overwritten too early are seen.
 #pragma once
 #include "device.cuh"
 #include "warpgroup.cuh"

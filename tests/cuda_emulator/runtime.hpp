@@ -6,7 +6,6 @@
 #include <string.h>
 #include <ucontext.h>
 #include <algorithm>
-#include <deque>
 #include <functional>
 #include <map>
 #include <vector>
@@ -81,8 +80,8 @@ inline void emulator_wait_until(std::function<bool()> holds) {
   emulator_fibers[threadIdx.x].until = holds;
   emulator_wait(UNTIL);
 }
-// What the copy engine was asked for and did not do yet: the first is done when no thread can go on without it.
-static std::deque<std::function<void()>> emulator_asked;
+// What the copy engine was asked for and did not do yet: the last is done first, when no thread can go on without one.
+static std::vector<std::function<void()>> emulator_asked;
 static std::vector<std::function<void()>> emulator_forget;  // called before each block
 template <typename T> inline T __shfl_xor_sync(unsigned, T x, int mask) {
   static T slots[32][32];
@@ -137,7 +136,7 @@ static void emulator_run_block(unsigned threads, int order) {
   for (;;) {
     bool ran = false;
     for (unsigned i = 0; i < threads; i++) {
-      unsigned t = order ? threads - 1 - i : i;
+      unsigned t = order == 1 ? threads - 1 - i : i;
       if (emulator_fibers[t].wait != RUNNING) continue;
       ran = true;
       threadIdx = {t, 0, 0};
@@ -167,8 +166,8 @@ static void emulator_run_block(unsigned threads, int order) {
       released = true;
     }
     if (!ran && !released && !emulator_asked.empty()) {
-      auto copy = emulator_asked.front();
-      emulator_asked.pop_front();
+      auto copy = emulator_asked.back();
+      emulator_asked.pop_back();
       copy();
       released = true;
     }
