@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscope.explain_cli import explain
+from attnscope.fuzz_cli import fuzz
 from attnscope.kernels_cli import kernels_app
 from attnscope.ladder_cli import ladder
 from attnscope.share_cli import share
@@ -241,6 +242,7 @@ def records_add(
 app.command()(explain)
 app.command()(why)
 app.command()(ladder)
+app.command()(fuzz)
 app.command()(view)
 app.command()(share)
 app.add_typer(kernels_app, name="kernels")
