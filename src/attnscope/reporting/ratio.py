@@ -195,8 +195,8 @@ def geometric_mean(ratios: Sequence[float]) -> float | None:
 def render_ratios(ratios: Ratios) -> str:
     """A line a workload, then means, the worst shape, and the verdicts, as plain text."""
     lines = [
-        f"{words.clean(ratios.implementation)} against its best rival of the same run, on {words.clean(ratios.device)}, "
-        f"{_when(ratios)}",
+        f"{words.clean(ratios.implementation)} against its best rival of the same run, "
+        f"on {words.clean(ratios.device)}, {_when(ratios)}",
         "(rival's figure / its own: above 1 it is better)",
         "",
     ]
