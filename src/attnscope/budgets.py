@@ -45,8 +45,9 @@ LOOSE_FIELDS = {"scores": "scores", "bias": "added", "sums": "sums"}  # a sheet'
 @dataclass(frozen=True)
 class Roundoff:
     """Relative error, RMS unless it says unit, of: what is stored; float32 arithmetic (unit); operands of products
-    (TF32, else 0); dbias as it is stored; then what a loose kernel rounds too (else 0): each step of the scores, what
-    is added to them, gradients after each tile. ``tiny`` is the storage type's absolute error."""
+    (TF32, else 0); dbias and dsinks (float32 or coarser) as they are stored; then what a loose kernel rounds too (else
+    0): each step of the scores, what is added to them, gradients after each tile. ``tiny`` is the storage
+    type's absolute error."""
 
     storage: float
     tiny: float
@@ -54,6 +55,7 @@ class Roundoff:
     half: bool
     operand: float
     grad_bias: float
+    grad_sinks: float
     scores: float = 0.0
     added: float = 0.0
     sums: float = 0.0
@@ -74,6 +76,7 @@ class Roundoff:
             operand=TF32_RMS if compute == "tf32" else 0.0,
             half=dtype in ("bf16", "fp16"),
             grad_bias=max(bias, storage),
+            grad_sinks=max(NEAREST_RMS * torch.finfo(torch.float32).eps / 2, storage),
             **{field: storage for word, field in LOOSE_FIELDS.items() if word in rounds},
         )
 
@@ -114,6 +117,8 @@ def expect(inputs: Inputs, compute: str, rounds: frozenset[str] = frozenset(), *
         twin = compute_attention(inputs, precision=precision, backward=backward)
     if twin.dbias is not None and inputs.bias is not None:
         twin.dbias = twin.dbias.to(inputs.bias.dtype)
+    if twin.dsinks is not None and inputs.sinks is not None:
+        twin.dsinks = twin.dsinks.to(inputs.sinks.dtype)
     scales = {**truth.scales, "lse": 1 + finite(truth.lse).abs()}
     budgets = {
         name: _row_budget(name, exact, twin.tensors()[name], scales[name], model)
@@ -347,7 +352,7 @@ class ErrorModel(Work):
 
     def finish(self) -> Attention:
         """The truth; adds the rounding of dbias and dsinks."""
-        for name in ("dbias", "dsinks"):
+        for name, unit in (("dbias", self.roundoff.grad_bias), ("dsinks", self.roundoff.grad_sinks)):
             if name in self.variance:
-                self.variance[name] += (self.roundoff.grad_bias * getattr(self.result, name)).square()
+                self.variance[name] += (unit * getattr(self.result, name)).square()
         return super().finish()
