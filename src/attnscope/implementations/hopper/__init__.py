@@ -8,13 +8,13 @@ which configuration is compiled in ``configurations.py``; docs/concepts/hopper.m
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed, UsageError
 from attnscope.implementation import Gradients, Output, Prepared, Sheet, SheetImplementation
-from attnscope.implementations.hopper import configurations, launching
+from attnscope.implementations.hopper import configurations, decode, launching
 from attnscope.implementations.hopper.configurations import Configuration, block_of
 from attnscope.inputs import Inputs, Tensor, row_bounds
 from attnscope.workload import Workload
@@ -73,19 +73,29 @@ class Hopper(SheetImplementation):
         Raises:
             PrepareFailed: triton does not import, or the kernel does not compile or load.
         """
-        # The kernel for few query rows, which splits S, is asked here first: hopper/decode.py.
+        if decode.fits(workload, device):
+            return self._made(lambda: _decoding(workload, device))
         return self.prepare_as(workload, device, configurations.choose(workload))
 
     def prepare_as(self, workload: Workload, device: Device, configuration: Configuration) -> Prepared:
         """Compiles that configuration. Raises PrepareFailed."""
+        return self._made(lambda: PreparedHopper(workload, device, configuration))
+
+    def _made(self, make: Callable[[], Prepared]) -> Prepared:
         try:
-            return PreparedHopper(workload, device, configuration)
+            return make()
         except PrepareFailed:
             raise
         except Exception as error:  # Triton's import, its compiler and ptxas raise all kinds
             lines = str(error).strip().splitlines() or [""]
             message = f"{self.name}: Triton failed with {type(error).__name__}"
             raise PrepareFailed(message, "\n".join(lines[:1] + lines[1:][-11:])) from error
+
+
+def _decoding(workload: Workload, device: Device) -> Prepared:
+    kernel = decode.DecodeKernel(workload, device)
+    kernel.compile()
+    return kernel
 
 
 def _size_reasons(w: Workload) -> Iterator[str]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnscope.device import Device
-from attnscope.implementation import FEATURES, Output
+from attnscope.errors import UsageError
+from attnscope.implementation import FEATURES, Gradients, Output
 from attnscope.implementations.common import empty_like_inputs
 from attnscope.inputs import Inputs, Tensor, torch_dtype
 from attnscope.workload import Workload
@@ -220,6 +221,10 @@ class DecodeKernel:
             plan.decode(q, k, v, out, lse, parts, *options, sinks)
             plan.combine(parts, out, lse, sinks)
         return Output(out, lse)
+
+    def backward(self, inputs: Inputs, saved: Any) -> Gradients:
+        """There is none, as the sheet says."""
+        raise UsageError("hopper has no backward\nhint: triton_fused has one")
 
     def _plan_for(self, *strides: tuple[int, ...]) -> _Plan:
         """The plan of these strides of q, k and v, made where there is none; compiles."""
