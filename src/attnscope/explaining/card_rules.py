@@ -52,7 +52,7 @@ def _takes_tf32(facts: TraceFacts, work: Work) -> bool:
 
 
 def _is_vector_product(work: Work) -> bool:
-    return "cuBLAS's matrix-vector" in work.meaning.unit_rule
+    return "matrix-vector" in (work.meaning.family or "")
 
 
 def _sizes_of(work: Work) -> tuple[int, int, int, int] | None:
@@ -84,9 +84,7 @@ def tf32_off(facts: TraceFacts) -> Finding | None:
     device = facts.device
     if facts.is_amd or device is None or (device.compute_major or 0) < 8:
         return None
-    slow = [
-        w for w in _products(facts, CUDA_CORE) if _is_single(w) and "cuBLAS's matrix-vector" not in w.meaning.unit_rule
-    ]
+    slow = [w for w in _products(facts, CUDA_CORE) if _is_single(w) and not _is_vector_product(w)]
     if not slow:
         return None
     saving, arithmetic = _product_saving(facts, slow, "tf32")
