@@ -244,19 +244,23 @@ def pageable_copies(facts: TraceFacts) -> Finding | None:
     if total(copies) < LEAST_COPY_US:
         return None
     moved = sum(work.event.bytes_moved or 0 for work in copies if work.event)
-    rate, link = link_gb_per_s(facts.window.card)
-    after = moved / rate / 1e3
+    link = link_gb_per_s(facts.window.card)
+    after = moved / link[0] / 1e3 if link else 0.0
     known = 0 < after < total(copies)
+    arithmetic = "not estimated: the trace does not say how much was moved"
+    if link is None:
+        arithmetic = "not estimated: how fast the card's link to its host is depends on the module"
+    elif known:
+        arithmetic = f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at {link[0]:g} GB/s (pinned, {link[1]})"
     return Finding(
         id="pageable-copies",
         sentence="Data moves between host and card through pageable memory: slower than pinned, and the host waits.",
         evidence=(*evidence(copies), *([f"{moved / 1e6:,.1f} MB"] if moved else [])),
         saving_us=total(copies) - after if known else None,
-        arithmetic=f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at {rate:g} GB/s (pinned, {link})" if known
-        else "not estimated: the trace does not say how much was moved",
+        arithmetic=arithmetic,
         remedy="tensor.pin_memory() and .to(device, non_blocking=True); DataLoader(pin_memory=True)",
         confidence="medium",
-    )  # fmt: skip
+    )
 
 
 RULES = (

@@ -7,31 +7,17 @@ product whose sizes fit each other (without sizes: with nothing but elementwise 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from attnscope.explaining.attention_ops import OWN_NAMES, is_backward, names_attention
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
 from attnscope.explaining.shapes import Problem, count, first_shape, problem_of, product_sizes, tensor_dtypes
 from attnscope.explaining.works import BATCHED_OPS, MATMUL_OPS, Sequence, Work
 from attnscope.trace.events import Op
 from attnscope.trace.names import MEMORY
 
-ATTENTION_OP = re.compile(
-    r"scaled_dot_product_|_flash_attention_|_efficient_attention_|_cudnn_attention_|efficient_attention_(forward|"
-    r"backward)|flex_attention|flash_attn|FlashAttn|flash_attention|flash_?mla|fwd_kvcache_mla|unified_\w*attention|"
-    r"xformers\S*(attention|flash)|\b_fMHA|aiter\S*(mha|attn|attention|mla_(decode|prefill)|pa_fwd)|fusion_attention|"
-    r"FusedAttn|AttnFuncWithCP|fused_attn_|EvoformerAttention|_native_multi_head_attention|natten|"
-    r"[nN]eighborhood_?[aA]ttention|_vllm_fa\d_C|sgl_kernel::(fwd\b|\w*mla_decode)|"
-    r"flashinfer\S*(prefill|decode|attention|mla|fmha|paged_run|ragged_run)|paged_attention|sageattn"
-)
-# What the libraries of attention offer besides, and what only sounds like it.
-NOT_ATTENTION_OP = re.compile(
-    r"_fused_sdp_choice|[rR]otary|rope|[nN]orm\b|rms_?norm|layer_?norm|and_cache|kv_cache_update|append_paged|metadata|"
-    r"moe|gemm|sampl|quant|[cC]ross_?[eE]ntropy|linear_attention|gated_delta|gdn|kda|mamba",
-)
-BACKWARD_OP = re.compile(r"[bB]ackward|(?<![a-z])bwd(?![a-z])")
 FAST_PATH = "aten::_native_multi_head_attention"
 REACH = 60  # works between a product and its softmax
 # What stands between attention's products and its softmax. Where sizes tell nothing, anything else there says that the
@@ -45,16 +31,6 @@ NEVER_BETWEEN = ("convolution", "communication", "normalisation", "routing", "ex
 WRAPPERS = MATMUL_OPS | {"aten::softmax"}
 # A batched product that torch.compile generated: its scope names the operations fused into it, and no aten op.
 GENERATED_BMM = re.compile(r"^triton_tem_fused_\w*bmm")
-OWN_NAMES = (
-    ("_scaled_dot_product_flash_attention_for_cpu", "SDPA flash on the CPU"),
-    ("_scaled_dot_product_flash", "SDPA flash"),
-    ("_scaled_dot_product_efficient", "SDPA efficient"),
-    ("_scaled_dot_product_cudnn", "SDPA cuDNN"),
-    ("_scaled_dot_product_attention_math", "SDPA math"),
-    ("_scaled_dot_product_fused_attention_overrideable", "SDPA of another device"),
-    ("_flash_attention_", "flash (FlashAttention op)"),
-    ("_efficient_attention_", "efficient (op)"),
-)
 
 
 @dataclass(eq=False)
@@ -144,20 +120,15 @@ def _attention_op(work: Work) -> Op | None:
     """The outermost op around it that is attention. MultiheadAttention's fast path holds its projections too, and runs
     either an attention op within or products and a softmax, which are found as such."""
     for op in reversed(work.ops):
-        if _names_attention(op.name) and op.name != FAST_PATH:
+        if names_attention(op.name) and op.name != FAST_PATH:
             return op
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_attention(name: str) -> bool:
-    return ATTENTION_OP.search(name) is not None and NOT_ATTENTION_OP.search(name) is None
-
-
 def _call_of_op(op: Op, works: list[Work]) -> AttentionCall:
-    chain = dict.fromkeys(one for work in works for one in work.ops if _names_attention(one.name))
+    chain = dict.fromkeys(one for work in works for one in work.ops if names_attention(one.name))
     problem = next((p for p in (problem_of(one) for one in (op, *chain)) if p is not None), Problem())
-    backward = BACKWARD_OP.search(op.name) is not None or any(work.role == FUSED_BACKWARD for work in works)
+    backward = is_backward(op.name) or any(work.role == FUSED_BACKWARD for work in works)
     return AttentionCall(
         "op", op.name, "backward" if backward else "forward", _implementation([one.name for one in chain], works),
         works, problem, works[0].module, op=op,

@@ -70,7 +70,10 @@ class TraceFacts:
     def is_amd(self) -> bool:
         """Whether the trace comes from an AMD card."""
         named = any("AMD" in device.name or device.warp_size == 64 for device in self.trace.devices)
-        return named or any(key in self.trace.meta for key in AMD_KEYS)
+        called = any(
+            event.launch is not None and event.launch.name.startswith("hip") for event in self.trace.device_events
+        )
+        return named or called or any(key in self.trace.meta for key in AMD_KEYS)
 
     @cached_property
     def _places(self) -> dict[int, tuple[Sequence, int]]:

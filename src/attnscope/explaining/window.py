@@ -15,7 +15,7 @@ from attnscope.explaining.explanation import Window
 from attnscope.explaining.works import KNOWN_BY, Sequence, Work
 from attnscope.trace.events import STEP_NAME, DeviceEvent, Trace
 
-KERNEL_LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch|aunchKernel")
+KERNEL_LAUNCH = re.compile(r"aunchKernel|LaunchCooperativeKernel|ModuleLaunch|KernelLaunch")
 VERSIONS = (
     ("torch_version", "torch"), ("pytorch_version", "torch"), ("PYTORCH_VERSION", "torch"),
     ("cuda_runtime_version", "CUDA runtime"), ("cuda_driver_version", "CUDA driver"),
@@ -30,7 +30,7 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
     on_gpu = bool(trace.device_events)
     total = sum(work.duration_ns for work in works)
     attention = [work for work in works if work.in_attention]
-    unattributed = [work for work in works if not work.in_attention and not work.attributed]
+    unattributed = [work for work in works if not work.in_attention and (not work.attributed or work.untold)]
     kinds = [event.kind for event in trace.device_events]
     annotations = trace.annotations
     calls = Counter([call.name for call in trace.runtime_calls])
