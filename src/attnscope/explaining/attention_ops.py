@@ -27,6 +27,7 @@ OWN_NAMES = (
     ("_scaled_dot_product_flash", "SDPA flash"),
     ("_scaled_dot_product_efficient", "SDPA efficient"),
     ("_scaled_dot_product_cudnn", "SDPA cuDNN"),
+    ("_scaled_dot_product_attention_math_for_mps", "SDPA of MPS"),
     ("_scaled_dot_product_attention_math", "SDPA math"),
     ("_scaled_dot_product_fused_attention_overrideable", "SDPA of another device"),
     ("_flash_attention_", "flash (FlashAttention op)"),

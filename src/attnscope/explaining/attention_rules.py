@@ -41,8 +41,8 @@ def unfused_attention(facts: TraceFacts) -> Finding | None:
         )
     return Finding(
         id="unfused-attention",
-        sentence=f"{calls} attention calls run as separate kernels (product, softmax, product): the whole score matrix "
-        "is written to memory and read again between them.",
+        sentence=f"{calls} attention call{'s run' if calls != 1 else ' runs'} as separate kernels (product, softmax, "
+        "product): the whole score matrix is written to memory and read again between them.",
         evidence=site_evidence(sites),
         saving_us=saving,
         arithmetic=arithmetic,

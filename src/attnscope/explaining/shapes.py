@@ -141,10 +141,16 @@ class Problem:
         parts += [f"Dv{self.D_v}"] if self.D_v not in (None, self.D) else []
         parts += [self.dtype] if self.dtype else []
         parts += [f"causal{'=bottom_right' if self.bottom_right else ''}"] if self.causal else []
-        parts += [f"window {self.window[0]} left, {self.window[1]} right"] if self.window else []
+        parts += [self._window_text()] if self.window else []
         parts += [f"mask {self.mask}"] if self.mask else []
         parts += [f"dropout={self.dropout:g}"] if self.dropout else []
         return ",".join(parts)
+
+    def _window_text(self) -> str:
+        left, right = self.window or (-1, -1)
+        if left >= 0 and (self.causal or left == right):
+            return f"window={left + 1}"
+        return f"window of {left if left >= 0 else 'all'} keys left, {right if right >= 0 else 'all'} right"
 
 
 UNSHAPED = "shapes not recorded"

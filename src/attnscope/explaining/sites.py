@@ -160,7 +160,7 @@ def _calls_by_kernel(works: Sequence) -> list[AttentionCall]:
         elif work.replayed:
             name = "in a replayed graph"
         elif work.event is not None and work.event.launch is None:
-            name = "launched before the trace"
+            name = "launch not in the trace"
         else:
             name = "no op recorded"
         calls.append(AttentionCall("kernel", name, direction, family, [work], Problem(), work.module, inferred=True))

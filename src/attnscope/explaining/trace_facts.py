@@ -27,6 +27,7 @@ MASKING_OPS = (
     "aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::add", "aten::add_", "aten::baddbmm",
 )  # fmt: skip
 GENERATED_MASKING = re.compile(r"triton_\w*(masked_fill|where)")
+CAUSAL_SOFTMAX = "upper_triang_masked_softmax"  # Megatron's and Apex's, which masks what lies above the diagonal
 CAST_NEAR = 6  # works before and after a call in which its operands and results are cast
 EVIDENCE_LINES = 5
 USUAL_MULTIPROCESSORS = 108  # where the trace does not say
@@ -139,7 +140,8 @@ class TraceFacts:
             half = self._dtype_outside(first)
             if half is not None:
                 return replace(first.problem, dtype=half, causal=first.problem.causal or masks_alike(first))
-        return replace(first.problem, causal=True) if masks_alike(first) else first.problem
+        triangle = any(CAUSAL_SOFTMAX in work.name for work in first.works)
+        return replace(first.problem, causal=True) if triangle or masks_alike(first) else first.problem
 
     def saving_by(self, sites: Iterable[Site], estimate: Callable[[Site], Estimate | None]) -> tuple[float | None, str]:
         """What the estimated kernels would save at these sites, with its arithmetic; a site that would gain nothing

@@ -93,8 +93,20 @@ def busy_ns(events: Iterable[DeviceEvent]) -> int:
 
 
 def launched_before(trace: Trace) -> list[DeviceEvent]:
-    """Device events without a launch in the trace."""
-    return [event for event in trace.device_events if event.launch is None]
+    """Device events without a launch that came before all that was launched in the trace: a stream keeps order."""
+    if not any(call.launches for call in trace.runtime_calls):
+        return []
+    first: dict[tuple[int | None, int | None], int] = {}
+    for event in trace.device_events:
+        if event.launch is not None:
+            first.setdefault((event.device, event.stream), event.start_ns)
+    unlinked = [event for event in trace.device_events if event.launch is None]
+    return [event for event in unlinked if event.start_ns <= first.get((event.device, event.stream), event.start_ns)]
+
+
+def not_recorded(trace: Trace) -> int:
+    """Device events whose launch the trace should hold and does not."""
+    return sum(event.launch is None for event in trace.device_events) - len(launched_before(trace))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,6 +182,15 @@ def _lost(trace: Trace, works: list[Work]) -> tuple[str, ...]:
         said.append(
             f"{len(orphans):,} of {len(trace.device_events):,} device events have no launch in the trace: they were "
             f"launched before it began ({time:,.3g} ms)"
+        )
+    launching = any(call.launches for call in trace.runtime_calls)
+    if trace.device_events and not launching:
+        said.append("the trace holds no launches: what each kernel was for is lost")
+    elif unrecorded := not_recorded(trace):
+        said.append(
+            f"{unrecorded:,} of {len(trace.device_events):,} device events have no launch in the trace though they "
+            "came after it began: their launches were not recorded (as those of Triton kernels in old PyTorch), so "
+            "what they were for is lost"
         )
     lost, captured = lost_launches(trace), captures(trace)
     if captured:
