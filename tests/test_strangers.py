@@ -11,12 +11,12 @@ import pytest
 import kernel_names
 import trace_builder as tb
 from attnscope.errors import TraceError
-from attnscope.explaining import explain_trace
+from attnscope.explaining import compare_traces, explain_trace
 from attnscope.explaining.attention_ops import is_backward, names_attention
 from attnscope.explaining.explanation import Explanation
 from attnscope.explaining.peaks import PEAKS, find_peaks
 from attnscope.explaining.shapes import Problem
-from attnscope.reporting.explanation_text import render_explanation
+from attnscope.reporting.explanation_text import render_difference, render_explanation
 from attnscope.trace import explain_name, parse_trace
 from attnscope.trace.names import MEMORY, TENSOR_CORE
 from trace_builder import TraceBuilder
@@ -355,6 +355,42 @@ def test_apple_s_own_attention_is_not_the_math_path() -> None:
     ]
     (site,) = explain_trace(parse_trace(json.dumps({"traceEvents": events}).encode())).sites
     assert site.implementation == "SDPA of MPS"
+
+
+def test_two_cards_of_one_process_are_not_busy_twice_the_span() -> None:
+    def build(b: TraceBuilder) -> None:
+        for device in (0, 1):
+            b.device_free_ns = 0
+            flash(b)
+            b.events[-1]["args"]["device"] = device
+            b.events[-1]["ts"] = b.events[0]["ts"]
+
+    explanation = explained(build)
+    window = explanation.window
+    assert window.gpus == 2 and window.busy_us == pytest.approx(200)
+    text = " ".join(render_explanation(explanation).split())
+    assert "of the span on average of 2 GPUs" in text and "200 %" not in text
+
+
+def test_a_repeat_of_something_else_is_no_repeated_key() -> None:
+    def repeat(b: TraceBuilder) -> None:
+        small = ("int64", [8, 4, 1024])
+        with b.op("aten::repeat_interleave", small), b.op("aten::copy_", small, small):
+            b.kernel(tb.COPY, 30)
+
+    assert "gqa-materialised" not in ids(explained(repeat, flash))
+
+
+def test_a_difference_of_many_call_sites_is_bounded() -> None:
+    def generation(b: TraceBuilder) -> None:
+        for length in range(100, 180):
+            q, k = ("bf16", [1, 8, 1, 64]), ("bf16", [1, 8, length, 64])
+            with b.op("aten::_scaled_dot_product_flash_attention", q, k, k, values=["0.", "False", "False"]):
+                b.kernel(tb.FLASH, 5)
+
+    one = explained(generation)
+    text = render_difference(compare_traces(one, one))
+    assert len(one.sites) == 80 and "and 50 more" in text and len(text.splitlines()) < 200
 
 
 # --- other programs ---------------------------------------------------------------------------------------------------

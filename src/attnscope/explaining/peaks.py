@@ -84,7 +84,8 @@ def product_us(sizes: tuple[int, int, int, int], item_bytes: int, tflop_per_s: f
 def link_gb_per_s(name: str | None) -> tuple[float, str] | None:
     """About what a copy from pinned memory reaches on the card's link to the host, in GB/s, and the link's name; None
     for a card that shares a module with its host, where the link is another."""
-    return next((link for pattern, link in LINKS if pattern.search(name or "")), (22.0, "PCIe 4"))
+    usual = (22.0, "PCIe 4" if name and not name.startswith("unnamed") else "PCIe 4, assumed")
+    return next((link for pattern, link in LINKS if pattern.search(name or "")), usual)
 
 
 def find_peaks(name: str | None) -> Peaks | None:

@@ -52,6 +52,7 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
         unattributed_us=sum(work.us for work in unattributed),
         lost=_lost(trace, works),
         attention_by=_known_by(attention),
+        gpus=max(len({event.device for event in trace.device_events} - {None}), 1),
     )
 
 

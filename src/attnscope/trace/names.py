@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_LOOKED_AT = 1024  # characters of a name; what it says stands at its beginning
@@ -30,13 +31,17 @@ class Meaning:
 
 @dataclass(frozen=True)
 class FamilyRule:
-    """Names that match ``pattern`` are of ``family`` and do ``role``; ``unit`` None leaves it to the unit rules."""
+    """Names that match ``pattern`` are of ``family`` and do ``role``; ``unit`` None leaves it to the unit rules.
+
+    ``own``: the kernel's own name must match, without what it is a template of and what it takes.
+    """
 
     pattern: str
     family: str
     role: str | None
     unit: str | None = None
     why: str = ""
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,28 +58,27 @@ _FLASH_1 = "it multiplies 16-bit operands with tensor core instructions (mma.syn
 _FLASH_3_SM80 = "FlashAttention-3's kernels for sm_80 to sm_89 multiply with tensor core instructions (mma.sync)"
 _HELPER = "a helper of the fused kernel that only reads, sums and writes"
 _COMBINES = "it only combines partial results"
-_OWN = r"^(?:[^<(]|\(anonymous namespace\))*"  # in the kernel's own name, not in what it is a template of
-_WORD = r"(?<![A-Za-z])"
+OWN_PART = re.compile(r"(?:[^<(]|\(anonymous namespace\))*")
 _ONE_PASS = "each element is read and written once: memory bandwidth decides"
 
 FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"^Memcpy", "memcpy", "copy", MEMORY, "a copy made by the runtime"),
     FamilyRule(r"^Memset", "memset", "fill", MEMORY, "a fill made by the runtime"),
     # what only sounds like attention, or holds a softmax that is none of attention's
-    FamilyRule(rf"{_OWN}(reshape_and_cache|(concat|cat)_and_cache|set_(mla_)?kv|AppendPaged(KV|MLAKV)|concat_and_cast_mha|"
-               r"kv_cache_update|store_kv)", "KV cache", "KV cache write", MEMORY, _ONE_PASS),
-    FamilyRule(rf"{_OWN}([rR]otary|RoPE|_rope|rope_)", "rotary embedding", "rotary embedding", MEMORY, _ONE_PASS),
-    FamilyRule(rf"{_OWN}([tT]op_?[kK]\w*[sS]oft[mM]ax|[mM]oe_?[sS]oft[mM]ax|[gG]ating|routing|moe_?align|[mM]oe_?[sS]ort|"
-               r"grouped_topk|moe_fused_gate)", "mixture of experts", "routing", MEMORY, _ONE_PASS),
-    FamilyRule(rf"{_OWN}([fF]used_?[mM]oe|moe\w*gemm|Moe\w*(Flatmm|Gemm)|kernel_moe|marlin_moe)", "mixture of experts",
-               "expert matmul"),
-    FamilyRule(rf"{_OWN}(sampling|OnlineSoftmax|top_?[kp]_sampl)", "sampling", "sampling", MEMORY, _ONE_PASS),
-    FamilyRule(rf"{_OWN}([cC]ross_?[eE]ntropy|nll_loss)", "loss", "loss", MEMORY, _ONE_PASS),
+    FamilyRule(r"reshape_and_cache|(concat|cat)_and_cache|set_(mla_)?kv|AppendPaged(KV|MLAKV)|concat_and_cast_mha|"
+               r"kv_cache_update|store_kv", "KV cache", "KV cache write", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[rR]otary|RoPE|_rope|rope_", "rotary embedding", "rotary embedding", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[tT]op_?[kK]\w{0,40}[sS]oft[mM]ax|[mM]oe_?[sS]oft[mM]ax|[gG]ating|routing|moe_?align|[mM]oe_?[sS]ort|"
+               r"grouped_topk|moe_fused_gate", "mixture of experts", "routing", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[fF]used_?[mM]oe|moe\w{0,40}gemm|Moe\w{0,40}(Flatmm|Gemm)|kernel_moe|marlin_moe", "mixture of experts",
+               "expert matmul", own=True),
+    FamilyRule(r"sampling|OnlineSoftmax|top_?[kp]_sampl", "sampling", "sampling", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[cC]ross_?[eE]ntropy|nll_loss", "loss", "loss", MEMORY, _ONE_PASS, own=True),
     FamilyRule(r"LogSoft[mM]ax|log_softmax|triton_\w*logsumexp|softmax_warp_(forward|backward)<[\w:, ]*?\d+, true\b",
                "log softmax", "log softmax", MEMORY, _ONE_PASS),
-    FamilyRule(rf"{_OWN}(gated_delta_rule|chunk_(fwd|bwd|scan|state|delta|gla|kda)|fused_recurrent|linear_attn|"
-               r"lightning_attn|_fwd_kv_parallel|_fwd_diag_kernel|selective_scan|causal_conv1d|mamba|fused_gdn|wkv\d)",
-               "linear attention or state space", "linear attention"),
+    FamilyRule(r"gated_delta_rule|chunk_(fwd|bwd|scan|state|delta|gla|kda)|fused_recurrent|linear_attn|lightning_attn|"
+               r"_fwd_kv_parallel|_fwd_diag_kernel|selective_scan|causal_conv1d|mamba|fused_gdn|wkv\d",
+               "linear attention or state space", "linear attention", own=True),
     # fused attention
     FamilyRule(r"fmha_bwd_dot_do_o_kernel", "flash-attention 1", "fused attention backward", MEMORY, _HELPER),
     FamilyRule(r"fmha_bwd\w*loop_kernel", "flash-attention 1", "fused attention backward", TENSOR_CORE, _FLASH_1),
@@ -107,8 +111,8 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"fmha::kernel::\w*(SumOdO|Convert)", "CUTLASS fmha", "fused attention backward", MEMORY, _HELPER),
     FamilyRule(r"fmha::kernel::\w*Bwd", "CUTLASS fmha", "fused attention backward"),
     FamilyRule(r"fmha::kernel::\w+", "CUTLASS fmha", "fused attention"),
-    FamilyRule(rf"fmha_cutlassB|{_WORD}AttentionBackwardKernel", "memory-efficient", "fused attention backward"),
-    FamilyRule(rf"fmha_cutlassF|{_WORD}AttentionKernel<", "memory-efficient", "fused attention"),
+    FamilyRule(r"fmha_cutlassB|(^|[^A-Za-z])AttentionBackwardKernel", "memory-efficient", "fused attention backward"),
+    FamilyRule(r"fmha_cutlassF|(^|[^A-Za-z])AttentionKernel<", "memory-efficient", "fused attention"),
     FamilyRule(r"cudnn.*(sdpa|flash|attention|mha).*bprop|cudnn.*bprop.*(sdpa|flash)", "cudnn",
                "fused attention backward"),
     FamilyRule(r"cudnn.*(compute_dot_do_o|convert_dq)", "cudnn", "fused attention backward", MEMORY, _HELPER),
@@ -116,9 +120,9 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"^(attn_bwd|bwd_kernel_dk_dv|bwd_kernel_dq|bwd_preprocess|bwd_kernel_fuse)", "aotriton",
                "fused attention backward"),
     FamilyRule(r"^attn_fwd", "aotriton", "fused attention"),
-    FamilyRule(r"ck_tile.*[Ff]mha.*[Bb]wd", "composable kernel", "fused attention backward"),
-    FamilyRule(r"ck_tile.*[Ff]mha.*Combine", "composable kernel", "fused attention", MEMORY, _COMBINES),
-    FamilyRule(r"ck_tile.*[Ff]mha", "composable kernel", "fused attention"),
+    FamilyRule(r"ck_tile.{0,200}[Ff]mha\w{0,40}[Bb]wd", "composable kernel", "fused attention backward"),
+    FamilyRule(r"ck_tile.{0,200}[Ff]mha\w{0,40}Combine", "composable kernel", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"ck_tile.{0,200}[Ff]mha", "composable kernel", "fused attention"),
     FamilyRule(r"multihead_?attention_backward", "composable kernel", "fused attention backward"),
     FamilyRule(r"gemm_softmax_gemm", "composable kernel", "fused attention"),
     FamilyRule(r"triton_tem_fused.*flex_attention_backward", "inductor flex attention", "fused attention backward"),
@@ -260,11 +264,19 @@ _TILES = (
 def explain_name(name: str) -> Meaning:
     """What a kernel's name says, with the rule that decided its unit."""
     name = name[:MOST_LOOKED_AT]
-    rule = next((r for r in FAMILY_RULES if re.search(r.pattern, name)), None)
+    found = OWN_PART.match(name)
+    own = found.group() if found else name
+    rule = next((rule for search, rule in _families() if search(own if rule.own else name)), None)
     if rule is None:
         return Meaning(None, None, None, None, None, UNKNOWN, UNKNOWN_RULE)
     unit, why = (rule.unit, rule.why) if rule.unit is not None else _unit(name)
     return Meaning(rule.family, rule.role, _dtype(name), _tile(name), _architecture(name), unit, why)
+
+
+@functools.cache
+def _families() -> list[tuple[Callable[[str], object], FamilyRule]]:
+    """The rules with their patterns compiled: looking each one up again costs more than most of them do."""
+    return [(re.compile(rule.pattern).search, rule) for rule in FAMILY_RULES]
 
 
 def _unit(name: str) -> tuple[str, str]:
