@@ -347,6 +347,30 @@ def test_an_amd_trace_without_its_device_is_known_by_its_launches() -> None:
     assert "tf32-off" not in ids(explained(build, device=None))
 
 
+def test_an_amd_card_has_matrix_cores() -> None:
+    card = {"id": 0, "name": "AMD Instinct MI300X", "computeMajor": 9, "computeMinor": 4, "numSms": 304, "warpSize": 64}
+    said = explained(lambda b: linear(b, kernel="Cijk_Ailk_Bljk_SB_MT64x64x16_MI0_SN", dtype="fp32"), device=card)
+    found = finding(said, "matmul-off-tensor-cores")
+    assert "matrix cores" in found.sentence and not any(w in found.sentence + found.remedy for w in ("CUDA", "TF32"))
+
+
+@pytest.mark.parametrize(("bias", "kernel"), [([1, 4, 49, 49], "efficient"), (None, "flash")])
+def test_a_bias_on_the_scores_is_not_promised_to_flash(bias: list[int] | None, kernel: str) -> None:
+    """Swin's windows, with and without the table of relative positions."""
+    scores = ("fp16", [1024, 4, 49, 49])
+
+    def build(b: TraceBuilder) -> None:
+        bmm(b, [4096, 49, 32], [4096, 32, 49], us=800)
+        if bias:
+            with b.op("aten::add", scores, ("fp16", bias)):
+                b.kernel(tb.ADD, 60)
+        softmax(b, scores[1])
+        bmm(b, [4096, 49, 49], [4096, 49, 32], us=800)
+
+    found = finding(explained(build, device=tb.A100), "unfused-attention")
+    assert f"the {kernel} kernel takes" in found.arithmetic
+
+
 def test_apple_s_own_attention_is_not_the_math_path() -> None:
     op = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1, "args": {}}
     events = [

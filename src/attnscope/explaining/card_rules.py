@@ -112,12 +112,16 @@ def matmul_off_tensor_cores(facts: TraceFacts) -> Finding | None:
         return None
     single = all(_is_single(work) for work in slow)
     remedy = "multiply bf16 or fp16 matrices whose sizes are multiples of 8"
+    sentence = "Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle."
+    if facts.is_amd:
+        sentence = "Matrix products run on the vector units; the matrix cores, several times faster, stay idle."
     if single:
-        remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...  # the card has no TF32'
+        remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...'
+        remedy += "" if facts.is_amd else "  # the card has no TF32"
     saving, arithmetic = _product_saving(facts, slow, "half")
     return Finding(
         id="matmul-off-tensor-cores",
-        sentence="Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle.",
+        sentence=sentence,
         evidence=(*evidence(slow), f"{short_name(readable_name(slow[0].name))}: {slow[0].meaning.unit_rule}"),
         saving_us=saving,
         arithmetic=arithmetic,
