@@ -41,8 +41,8 @@ def unfused_attention(facts: TraceFacts) -> Finding | None:
         )
     return Finding(
         id="unfused-attention",
-        sentence=f"{calls} attention calls run as separate kernels (product, softmax, product): the whole score matrix "
-        "is written to memory and read again between them.",
+        sentence=f"{calls} attention call{'s run' if calls != 1 else ' runs'} as separate kernels (product, softmax, "
+        "product): the whole score matrix is written to memory and read again between them.",
         evidence=site_evidence(sites),
         saving_us=saving,
         arithmetic=arithmetic,
@@ -176,7 +176,7 @@ def kv_repeated(facts: TraceFacts) -> Finding | None:
     for site in facts.sites:
         for call in site.calls:
             for work in (*facts.before(call, NEAR), *call.works):
-                if _repeats(work):
+                if _repeats(work) and _is_repeated(work, call.problem):
                     repeats.setdefault(work, call.problem)
     if not repeats:
         return None
@@ -190,6 +190,15 @@ def kv_repeated(facts: TraceFacts) -> Finding | None:
         arithmetic=sum_text(works, "which a kernel that knows groups does not need"),
         remedy=grouped_line(problem, on_gpu=facts.window.on_gpu),
     )
+
+
+def _is_repeated(work: Work, problem: Problem) -> bool:
+    """Whether what it writes is as large as keys or values for all query heads; True where sizes are unknown."""
+    written = first_shape(work.op)
+    if written is None or not problem.shaped:
+        return True
+    rows = (problem.B or 0) * (problem.H or 0) * (problem.S or 0)
+    return count(written) in (rows * (problem.D or 0), rows * (problem.D_v or 0))
 
 
 def _repeats(work: Work) -> bool:

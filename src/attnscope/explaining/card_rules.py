@@ -52,7 +52,7 @@ def _takes_tf32(facts: TraceFacts, work: Work) -> bool:
 
 
 def _is_vector_product(work: Work) -> bool:
-    return "cuBLAS's matrix-vector" in work.meaning.unit_rule
+    return "matrix-vector" in (work.meaning.family or "")
 
 
 def _sizes_of(work: Work) -> tuple[int, int, int, int] | None:
@@ -84,9 +84,7 @@ def tf32_off(facts: TraceFacts) -> Finding | None:
     device = facts.device
     if facts.is_amd or device is None or (device.compute_major or 0) < 8:
         return None
-    slow = [
-        w for w in _products(facts, CUDA_CORE) if _is_single(w) and "cuBLAS's matrix-vector" not in w.meaning.unit_rule
-    ]
+    slow = [w for w in _products(facts, CUDA_CORE) if _is_single(w) and not _is_vector_product(w)]
     if not slow:
         return None
     saving, arithmetic = _product_saving(facts, slow, "tf32")
@@ -114,12 +112,16 @@ def matmul_off_tensor_cores(facts: TraceFacts) -> Finding | None:
         return None
     single = all(_is_single(work) for work in slow)
     remedy = "multiply bf16 or fp16 matrices whose sizes are multiples of 8"
+    sentence = "Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle."
+    if facts.is_amd:
+        sentence = "Matrix products run on the vector units; the matrix cores, several times faster, stay idle."
     if single:
-        remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...  # the card has no TF32'
+        remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...'
+        remedy += "" if facts.is_amd else "  # the card has no TF32"
     saving, arithmetic = _product_saving(facts, slow, "half")
     return Finding(
         id="matmul-off-tensor-cores",
-        sentence="Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle.",
+        sentence=sentence,
         evidence=(*evidence(slow), f"{short_name(readable_name(slow[0].name))}: {slow[0].meaning.unit_rule}"),
         saving_us=saving,
         arithmetic=arithmetic,
@@ -246,19 +248,23 @@ def pageable_copies(facts: TraceFacts) -> Finding | None:
     if total(copies) < LEAST_COPY_US:
         return None
     moved = sum(work.event.bytes_moved or 0 for work in copies if work.event)
-    rate, link = link_gb_per_s(facts.window.card)
-    after = moved / rate / 1e3
+    link = link_gb_per_s(facts.window.card)
+    after = moved / link[0] / 1e3 if link else 0.0
     known = 0 < after < total(copies)
+    arithmetic = "not estimated: the trace does not say how much was moved"
+    if link is None:
+        arithmetic = "not estimated: how fast the card's link to its host is depends on the module"
+    elif known:
+        arithmetic = f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at {link[0]:g} GB/s (pinned, {link[1]})"
     return Finding(
         id="pageable-copies",
         sentence="Data moves between host and card through pageable memory: slower than pinned, and the host waits.",
         evidence=(*evidence(copies), *([f"{moved / 1e6:,.1f} MB"] if moved else [])),
         saving_us=total(copies) - after if known else None,
-        arithmetic=f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at {rate:g} GB/s (pinned, {link})" if known
-        else "not estimated: the trace does not say how much was moved",
+        arithmetic=arithmetic,
         remedy="tensor.pin_memory() and .to(device, non_blocking=True); DataLoader(pin_memory=True)",
         confidence="medium",
-    )  # fmt: skip
+    )
 
 
 RULES = (

@@ -51,6 +51,14 @@ BY_NAME = "kernel names only"
 KNOWN_BY = (BY_OP, BY_CAPTURE, BY_COMPILER, BY_NAME)
 GENERATED = ("triton_", "cpp_fused")
 KEPT_IN_MATMUL = frozenset(("fill", "copy", "reduction", "layout copy"))
+UNNAMED_TEMPLATE = re.compile(r"^triton_tem_(fused_)?\d+$")
+# Ops whose names are known to be no attention where they are not taken for it: PyTorch's own, and by what they say.
+KNOWN_LIBRARIES = ("aten::", "torchvision::", "fbgemm::", "nccl:", "c10d::", "record_param_comms", "Optimizer.")
+OTHERWISE_NAMED = re.compile(
+    r"norm|silu|gelu|relu|act_and_mul|rotary|rope|embed|moe|topk|router|quant|gemm|_mm\b|linear|conv|loss|entropy|adam|"
+    r"optimizer|reduce|gather|scatter|cache|sampl|dropout|mlp|copy|mamba|ssm|scan",
+    re.IGNORECASE,
+)
 LOG_SOFTMAX = re.compile(r"LogSoft[mM]ax|log_softmax")
 
 
@@ -87,6 +95,19 @@ class Work(msgspec.Struct, eq=False):
     def attributed(self) -> bool:
         """Whether the trace says what it was for: which op launched it, not by way of a graph."""
         return bool(self.ops) and not self.replayed
+
+    @property
+    def untold(self) -> bool:
+        """Whether neither the op that launched it nor its name says what it did: a library's op that is not known with
+        a kernel that is not known, or a template that torch.compile left unnamed."""
+        if not self.ops or self.meaning.role is not None or self.role != UNKNOWN:
+            return False
+        name = self.ops[0].name
+        if UNNAMED_TEMPLATE.match(name) or UNNAMED_TEMPLATE.match(self.name):
+            return True
+        if self.meaning.family is not None or name.startswith(KNOWN_LIBRARIES) or name.startswith(GENERATED):
+            return False
+        return OTHERWISE_NAMED.search(name) is None
 
     @property
     def known_by(self) -> str:

@@ -25,6 +25,7 @@ MOST_PERCENT = 1e9
 MOST_SHARED = 100_000  # kinds of inputs that are kept apart
 FLOW_CATEGORIES = ("ac2g", "async", "async_gpu", "async_cpu_to_gpu")
 UNNAMED = "unnamed"
+EVENT_LIST_PIDS = ("CPU functions", "CUDA functions")
 UNSEEN = ""  # a category that was not looked up yet
 
 # Category, in lower case, of every age and vendor -> what such an event is.
@@ -48,6 +49,12 @@ CATEGORIES = {
     "mtia_runtime": "runtime",
     "python_function": "python",
 }
+# What PyTorch writes besides, of which nothing is kept.
+OTHER_CATEGORIES = frozenset((
+    "gpu_user_annotation", "trace", "overhead", "cuda_sync", "cuda_event", "cuda_profiler_range", "collective_comm",
+    "cpu_instant_event", "privateuse1_runtime", "privateuse1_driver", "mtia_ccp_events", "mtia_insight", "hpu_op",
+    "xpu_driver", "fwdbwd", *FLOW_CATEGORIES,
+))  # fmt: skip
 Whole = Annotated[int, msgspec.Meta(ge=-MOST_WHOLE, le=MOST_WHOLE - 1)]
 Percent = Annotated[float, msgspec.Meta(ge=0, lt=MOST_PERCENT)]
 
@@ -90,6 +97,7 @@ class Collector:
         self.base_us: int | None = None
         self.earliest_ns = 0
         self.unplaced = 0
+        self.event_list = False  # whether an event is of torch.autograd.profiler's own list, which has no categories
         self.environment = False  # whether an event that describes the process carries environment variables
         self.threads: dict[tuple[object, object], tuple[str, str]] = {}
         self.names: dict[object, str] = {}
@@ -117,6 +125,7 @@ class Collector:
                 continue
             if kind is UNSEEN:
                 if not cat:
+                    self.event_list = self.event_list or event.pid in EVENT_LIST_PIDS
                     continue
                 kind = kinds[cat] = CATEGORIES.get(cat.lower())
                 if kind is None:
@@ -143,6 +152,12 @@ class Collector:
             if name is None:
                 name = names[written] = UNNAMED if written is None else str(written)[:MOST_NAME]
             keep(kind, name, start, round(dur * 1000), thread, event.args)
+
+    def strange(self, meta: dict[str, object]) -> bool:
+        """Whether all categories are another program's; a root with PyTorch's keys is believed."""
+        if not self.kinds or "schemaVersion" in meta or "deviceProperties" in meta:
+            return False
+        return not any(kind is not None or cat.lower() in OTHER_CATEGORIES for cat, kind in self.kinds.items())
 
     def flows(self, blocks: Iterable[bytes]) -> Flows:
         """The arrows between calls and device events, read in a second run; places count as the trace's do."""
