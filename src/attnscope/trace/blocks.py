@@ -15,7 +15,7 @@ from typing import IO
 from attnscope.errors import TraceError
 
 GZIP_MAGIC = b"\x1f\x8b"
-BLOCK_BYTES = 1 << 20  # a processor's cache holds it
+BLOCK_BYTES = 1 << 16  # a processor's cache holds it and the events in it
 PACKED_BLOCK_BYTES = 1 << 18
 BLOCKS_AHEAD = 4
 # Traces pack to a tenth or a thirtieth; what unpacks to more than this many times its size is not one.
