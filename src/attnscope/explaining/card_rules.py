@@ -16,6 +16,7 @@ from attnscope.explaining.shapes import product_sizes, tensor_dtypes
 from attnscope.explaining.trace_facts import TraceFacts, evidence, total
 from attnscope.explaining.works import MATMUL_OPS, Work
 from attnscope.records import Finding
+from attnscope.trace.events import DeviceEvent
 from attnscope.trace.names import CUDA_CORE, TENSOR_CORE, readable_name
 from attnscope.units import format_us, significant
 
@@ -216,21 +217,18 @@ def occupancy_estimator(facts: TraceFacts) -> Finding | None:
 def occupancy_low(facts: TraceFacts) -> Finding | None:
     """A fused kernel's occupancy is low, and that is how it is meant."""
     lines: dict[str, float] = {}
+    known: dict[tuple[object, ...], str | None] = {}  # calls of a kernel are alike
     for work in facts.attention:
         event = work.event
         if event is None or work.role not in (FUSED, FUSED_BACKWARD) or not event.occupancy_shown:
             continue
-        properties = facts.trace.device(event.device)
-        blocks = resident_blocks(event, properties) if properties is not None else None
-        real = occupancy_percent(event, properties)
-        if not real or not blocks or event.block is None or max(event.occupancy_shown, real) > LOW_OCCUPANCY:
-            continue
-        shared = (event.shared_memory_bytes or 0) / 1024
-        line = (
-            f"{short_name(readable_name(work.name))}: {event.registers} registers × {math.prod(event.block)} threads "
-            f"and {shared:.0f} KiB a block leave room for {blocks} a multiprocessor: {significant(real)} %"
-        )
-        lines[line] = lines.get(line, 0.0) + work.us
+        alike = (work.name, event.grid, event.block, event.registers, event.shared_memory_bytes, event.occupancy_shown,
+                 event.device)  # fmt: skip
+        if alike not in known:
+            known[alike] = _low_occupancy(facts, work.name, event)
+        line = known[alike]
+        if line is not None:
+            lines[line] = lines.get(line, 0.0) + work.us
     if not lines:
         return None
     return Finding(
@@ -239,6 +237,20 @@ def occupancy_low(facts: TraceFacts) -> Finding | None:
         "and shared memory and hide waiting by working ahead, not by many warps.",
         evidence=tuple(sorted(lines, key=lambda line: -lines[line])[:4]),
         remedy="nothing to change; judge the kernel by its TFLOP/s",
+    )
+
+
+def _low_occupancy(facts: TraceFacts, name: str, event: DeviceEvent) -> str | None:
+    """Why few warps of a kernel fit on a multiprocessor; None where many do, or where the trace does not say."""
+    properties = facts.trace.device(event.device)
+    blocks = resident_blocks(event, properties) if properties is not None else None
+    real = occupancy_percent(event, properties)
+    if not real or not blocks or event.block is None or max(event.occupancy_shown or 0.0, real) > LOW_OCCUPANCY:
+        return None
+    shared = (event.shared_memory_bytes or 0) / 1024
+    return (
+        f"{short_name(readable_name(name))}: {event.registers} registers × {math.prod(event.block)} threads "
+        f"and {shared:.0f} KiB a block leave room for {blocks} a multiprocessor: {significant(real)} %"
     )
 
 

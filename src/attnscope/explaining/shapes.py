@@ -257,6 +257,16 @@ def first_shape(op: Op | None) -> list[int] | None:
     return next((one for one in shapes or [] if one and _sizes(one)), None)
 
 
+def operand_sizes(problem: Problem) -> set[int]:
+    """Elements of q, k, v, of k and v repeated for their groups, of the three packed into one, and of the output."""
+    if not problem.shaped:
+        return set()
+    B, H, L, S, D = problem.B or 0, problem.H or 0, problem.L or 0, problem.S or 0, problem.D or 0
+    H_kv, D_v = problem.H_kv or H, problem.D_v or D
+    return {B * H * L * D, B * H * L * D_v, B * H_kv * S * D, B * H_kv * S * D_v, B * H * S * D, B * H * S * D_v,
+            3 * B * H * L * D}  # fmt: skip
+
+
 def tensor_dtypes(op: Op | None) -> list[str]:
     """Our spelling of the dtypes of an op's floating point tensors, in order."""
     return [short for one in (op.dtypes if op is not None else []) if (short := short_dtype(one))]

@@ -15,7 +15,7 @@ from attnscope.explaining.expected import short_name
 from attnscope.explaining.explanation import Window
 from attnscope.explaining.fused_times import Card, Estimate, fused_estimate
 from attnscope.explaining.peaks import Peaks
-from attnscope.explaining.shapes import Problem, tensor_dtypes
+from attnscope.explaining.shapes import Problem, count, first_shape, operand_sizes, tensor_dtypes
 from attnscope.explaining.sites import AttentionCall, Site
 from attnscope.explaining.works import Sequence, Work
 from attnscope.records import Finding
@@ -28,6 +28,8 @@ MASKING_OPS = (
 )  # fmt: skip
 GENERATED_MASKING = re.compile(r"triton_\w*(masked_fill|where)")
 CAUSAL_SOFTMAX = "upper_triang_masked_softmax"  # Megatron's and Apex's, which masks what lies above the diagonal
+NEAR = 8  # works before a call in which its operands are made
+NEAR_AFTER = 2  # works behind a call in which its output is copied
 CAST_NEAR = 6  # works before and after a call in which its operands and results are cast
 EVIDENCE_LINES = 5
 USUAL_MULTIPROCESSORS = 108  # where the trace does not say
@@ -78,7 +80,13 @@ class TraceFacts:
 
     @cached_property
     def _places(self) -> dict[int, tuple[Sequence, int]]:
-        return {id(work): (sequence, at) for sequence in self.sequences for at, work in enumerate(sequence)}
+        """Where each work of attention stands."""
+        return {
+            id(work): (sequence, at)
+            for sequence in self.sequences
+            for at, work in enumerate(sequence)
+            if work.in_attention
+        }
 
     def before(self, call: AttentionCall, reach: int) -> list[Work]:
         """What the same thread launched just before a call, the nearest first, up to the next attention."""
@@ -99,6 +107,23 @@ class TraceFacts:
                 break
             found.append(work)
         return found
+
+    @cached_property
+    def operand_copies(self) -> list[Work]:
+        """Copies in attention calls, and those near them that are as large as an operand or the output."""
+        found: dict[Work, None] = {}
+        for site in self.sites:
+            sizes = operand_sizes(site.first.problem) if site.first.direction == "forward" else set()
+            for call in site.calls:
+                for work in call.works:
+                    if work.role == "copy":
+                        found[work] = None
+                for work in (*self.before(call, NEAR), *self.after(call, NEAR_AFTER)):
+                    if work.role == "matmul":
+                        break
+                    if work.role == "copy" and work.attributed and count(first_shape(work.op) or []) in sizes:
+                        found[work] = None
+        return list(found)
 
     @cached_property
     def card(self) -> Card | None:

@@ -27,6 +27,7 @@ FLOW_CATEGORIES = ("ac2g", "async", "async_gpu", "async_cpu_to_gpu")
 UNNAMED = "unnamed"
 EVENT_LIST_PIDS = ("CPU functions", "CUDA functions")
 UNSEEN = ""  # a category that was not looked up yet
+Thread = tuple[str, str]  # pid, tid
 
 # Category, in lower case, of every age and vendor -> what such an event is.
 CATEGORIES = {
@@ -182,28 +183,20 @@ class Collector:
     ) -> None:
         trace = self.trace
         if kind == "op" or kind == "annotation":
-            trace.ops.append(
-                Op(name=name, start_ns=start, duration_ns=duration, thread=thread, is_annotation=kind == "annotation",
-                   raw_args=self._shared(args))
-            )  # fmt: skip
+            trace.ops.append(Op(name, start, duration, thread, kind == "annotation", False, self._shared(args)))
         elif kind == "runtime":
-            correlation = _call_correlation(args)
-            trace.runtime_calls.append(
-                RuntimeCall(name=name, start_ns=start, duration_ns=duration, thread=thread, correlation=correlation)
-            )
+            trace.runtime_calls.append(RuntimeCall(name, start, duration, thread, _call_correlation(args)))
         elif kind == "python":
-            trace.modules.append(
-                Op(name=name[len(MODULE) :], start_ns=start, duration_ns=duration, thread=thread, is_annotation=True,
-                   is_module=True)
-            )  # fmt: skip
+            trace.modules.append(Op(name[len(MODULE) :], start, duration, thread, True, True))
         else:
             trace.device_events.append(_device_event(kind, name, start, duration, thread, args))
 
     def _shared(self, raw: msgspec.Raw) -> bytes:
         """An op's args without the numbers that are its own; the very same object where another op's are equal."""
         written = bytes(raw)
-        begin, values = written.find(b'"Input '), written.find(b'"Concrete Inputs"')
-        if 0 <= values < begin or begin < 0:
+        values = written.find(b'"Concrete Inputs"')
+        begin = written.find(b'"Input ', 0, values if values >= 0 else None)
+        if begin < 0:
             begin = values
         if begin < 0:
             return written
@@ -283,22 +276,9 @@ def _device_event(
     if args.src_kind and args.dst_kind and kind == "memcpy" and "(" not in name:
         name = f"Memcpy ({args.src_kind} -> {args.dst_kind})"  # one writer puts both only here
     return DeviceEvent(
-        name=name,
-        start_ns=start,
-        duration_ns=duration,
-        thread=thread,
-        kind=kind,
-        correlation=args.correlation,
-        device=args.device,
-        stream=args.stream,
-        grid=_usable(args.grid),
-        block=_usable(args.block),
-        registers=args.registers,
-        shared_memory_bytes=args.shared,
-        occupancy_shown=args.occupancy,
-        bytes_moved=args.bytes,
-        graph_id=args.graph_id or None,
-    )
+        name, start, duration, thread, kind, args.correlation, args.device, args.stream, None, _usable(args.grid),
+        _usable(args.block), args.registers, args.shared, args.occupancy, args.bytes, args.graph_id or None,
+    )  # fmt: skip
 
 
 def _usable(sizes: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
