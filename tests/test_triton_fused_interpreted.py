@@ -128,7 +128,7 @@ MUTANTS = {
     "dk takes one head of its group": ("kv * GROUP + GROUP)", "kv * GROUP + 1)", FULL),
     "dk lacks delta": ("(grad_p - delta_row[None, :])", "grad_p", FULL),
     "softcap is not differentiated": ("(grad_p - delta[:, None]) * slope_of_cap", "(grad_p - delta[:, None])", FULL),
-    "dropout is not made up for": ("tile * keep_scale, 0.0)", "tile, 0.0)", FULL),
+    "dropout is not made up for": ("sums * keep_scale", "sums * 1.0", FULL),
     "ALiBi forgets the offset": ("tl.abs(rows + offset - keys)", "tl.abs(rows - keys)", FULL),
     "a sink is forgotten": ('tl.where(top > -float("inf"), 1.0, total)', "total + 0.0", FULL),
     "dbias takes one batch entry": ("B // B_OUT)", "1)", FULL),
