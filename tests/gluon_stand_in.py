@@ -11,9 +11,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+import types
 from typing import Any
 
 import numpy as np
+import torch
+
+from attnscope.implementations.hopper import Plan, kernels
+from attnscope.inputs import Inputs, row_bounds
 
 TIMEOUT_S = 20.0
 
@@ -361,3 +366,43 @@ def names(block: int, blocks: int) -> dict[str, Any]:
         "load_tile": load_tile, "store_tile": store_tile, "stored": stored, "fence_async_shared": lambda: None,
         "thread_barrier": lambda: None,
     }  # fmt: skip
+
+
+def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, Any]:
+    """(out, lse) of a plan's kernel, one block of threads after the other; P and out are not rounded.
+
+    Raises:
+        Deadlock: a barrier's wait never ends.
+        AssertionError: a barrier is arrived at once too often.
+    """
+    w = inputs.workload
+    out = np.full((w.B, w.H, w.L, w.D_v), np.nan, np.float32)
+    lse = np.full(w.B * w.H * w.L, np.nan, np.float32)
+    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    tensors = {name: tensor.float().numpy() for name, tensor in arrays.items()} | {"o": out}
+    descriptors = [Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()]
+    options: dict[str, Any] = {"lengths": inputs.lengths, "slopes": inputs.alibi_slopes, "sinks": inputs.sinks}
+    if w.packed is not None:
+        low, high = row_bounds(w.replace(causal=None, window=None), "cpu")
+        options |= {"starts": low[0].to(torch.int32), "ends": high[0].to(torch.int32)}
+    blocks = min(blocks, plan.tiles)
+    if plan.scheduled:
+        options["order"] = torch.tensor(plan.schedule(blocks), dtype=torch.int32)
+    pointers = [Tile(0, None, options[name].numpy()) if there else None for name, there in plan.pointers.items()]
+    scalars = [Scalar(v.value) if isinstance(v.value, int) else v.value for v in plan.scalars()]
+    constants = {name: value for name, value in plan.constants().items() if name.isupper()}
+    for block in range(blocks):
+        CLOCK.__init__(seed + block)  # type: ignore[misc]
+        module = vars(kernels) | names(block, blocks)
+        for name, function in kernels._DEVICE_FUNCTIONS.items():
+            module[name] = types.FunctionType(function.__code__, module, name)
+        module["hopper_attention_forward"](*descriptors, Tile(0, None, lse), *pointers, *scalars, **constants)
+    return torch.from_numpy(out), torch.from_numpy(lse).view(w.B, w.H, w.L)
+
+
+def device_function(name: str, block: int = 0, blocks: int = 1) -> Any:
+    """One of the kernel's functions on whole numbers."""
+    module = vars(kernels) | names(block, blocks)
+    for key, function in kernels._DEVICE_FUNCTIONS.items():
+        module[key] = types.FunctionType(function.__code__, module, key)
+    return module[name]

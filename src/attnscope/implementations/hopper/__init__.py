@@ -14,7 +14,7 @@ from typing import Any
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed, UsageError
 from attnscope.implementation import Gradients, Output, Prepared, Sheet, SheetImplementation
-from attnscope.implementations.hopper import configurations, decode, launching
+from attnscope.implementations.hopper import configurations, decode, launching, schedules
 from attnscope.implementations.hopper.configurations import Configuration, block_of
 from attnscope.inputs import Inputs, Tensor, row_bounds
 from attnscope.workload import Workload
@@ -124,15 +124,27 @@ class Plan:
         self.prescaled = w.alibi or (w.softcap is None and w.effective_scale <= 0)  # its maximum is not scaled after
         self.pointers = {
             "lengths": w.lengths is not None, "starts": w.packed is not None, "ends": w.packed is not None,
-            "slopes": w.alibi, "sinks": w.sinks,
+            "slopes": w.alibi, "sinks": w.sinks, "order": self.scheduled,
         }  # fmt: skip
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a table says which block works on which tiles."""
+        c = self.configuration
+        return (
+            c.persistent and c.balanced and 0 < self.tiles <= schedules.MAX_TILES and schedules.is_uneven(self.workload)
+        )
+
+    def schedule(self, blocks: int) -> list[int]:
+        """The table for a grid of ``blocks``."""
+        costs = schedules.tile_costs(self.workload, self.configuration.rows, self.configuration.keys)
+        return schedules.as_table(schedules.balance(costs, self.workload.H, self.section, blocks))
 
     @property
     def masked(self) -> bool:
         """Whether some tile of keys needs a mask."""
         w = self.workload
-        geometry = w.causal is not None or w.window is not None or w.lengths is not None or w.packed is not None
-        return geometry or w.S % self.configuration.keys != 0
+        return schedules.is_uneven(w) or w.S % self.configuration.keys != 0
 
     def constants(self) -> dict[str, Any]:
         """What the kernel is compiled with."""
@@ -147,8 +159,7 @@ class Plan:
             "MASKED": self.masked,
             "CAPPED": w.softcap is not None,
             "PRESCALED": self.prescaled,
-            "LONGEST_FIRST": c.longest_first and w.causal is not None,
-            "ZIGZAG": c.zigzag,
+            "LONGEST_FIRST": w.causal is not None and not self.scheduled,
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
             "LAZY_SUM": c.lazy_sum,
@@ -219,6 +230,9 @@ class PreparedHopper:
         if w.packed is not None:  # each row's sequence, apart from causal and window
             bounds = row_bounds(w.replace(causal=None, window=None), device.torch_name)
             self.bounds = [bound[0].to(torch.int32).contiguous() for bound in bounds]
+        self.order: list[Tensor] = []
+        if self.plan.scheduled:
+            self.order = [torch.tensor(self.plan.schedule(self.blocks), dtype=torch.int32, device=device.torch_name)]
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
         """out and lse. Inputs that TMA cannot read where they lie are copied first."""
@@ -265,7 +279,7 @@ class PreparedHopper:
             found.append(inputs.lengths)
         found += self.bounds
         found += [option for option in (inputs.alibi_slopes, inputs.sinks) if option is not None]
-        return [option.data_ptr() for option in found]  # type: ignore[union-attr]
+        return [option.data_ptr() for option in [*found, *self.order]]  # type: ignore[union-attr]
 
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pointers: list[int]

@@ -31,10 +31,10 @@ class Configuration:
 
     ``keys`` a tile; ``slots`` of the ring that K and V share; ``q_slots`` of Q, 2 load the next tile's Q early and let
     the output drain late; ``groups`` of 64 rows; registers of a thread of the loading warp and of the groups;
-    ``persistent``: one block a multiprocessor, else one a tile; ``longest_first``: of a causal mask's tiles;
-    ``zigzag``: every other turn of the blocks runs backwards; ``pingpong``: groups take turns at the tensor cores
-    (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores; ``lazy_sum``:
-    a row's four lanes add up their sums after the last tile.
+    ``persistent``: one block a multiprocessor, else one a tile; ``balanced``: where tiles differ in length, a table
+    gives each block of a persistent grid as much to do (``schedules.py``); ``pingpong``: groups take turns at the
+    tensor cores (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores;
+    ``lazy_sum``: a row's four lanes add up their sums after the last tile.
     """
 
     keys: int = 128
@@ -44,8 +44,7 @@ class Configuration:
     producer_registers: int = 24
     consumer_registers: int = 240
     persistent: bool = True
-    longest_first: bool = True
-    zigzag: bool = False
+    balanced: bool = True
     pingpong: bool = True
     overlap: bool = True
     lazy_sum: bool = True
@@ -73,7 +72,7 @@ class Configuration:
     def __str__(self) -> str:
         words = [f"{self.groups}x{GROUP_ROWS}", f"keys {self.keys}", f"slots {self.slots}/{self.q_slots}"]
         words += [f"regs {self.producer_registers}/{self.consumer_registers}"]
-        names = ("persistent", "longest_first", "zigzag", "pingpong", "overlap", "lazy_sum")
+        names = ("persistent", "balanced", "pingpong", "overlap", "lazy_sum")
         return " ".join(words + [name for name in names if getattr(self, name)])
 
     @property
@@ -152,34 +151,41 @@ def choose(workload: Workload) -> Configuration:
 
 def candidates(workload: Workload) -> list[Configuration]:
     """What is worth measuring for the workload, most promising first; all of it compiles without spills."""
-    return [Configuration(**values) for values in _CANDIDATES[block_of(workload)]]
+    mask = "full" if workload.window is None and workload.causal is None else "uneven"
+    return [Configuration(**values) for values in _CANDIDATES[mask][block_of(workload)]]
 
 
 _THREE = {"slots": 8, "q_slots": 2, "groups": 3, "producer_registers": 32, "consumer_registers": 160}
-_TWO = {"slots": 5, "q_slots": 2}
-_WIDE = {"slots": 5, "keys": 64}
-_CANDIDATES: dict[int, list[dict[str, Any]]] = {
-    64: [
-        _THREE,
-        _THREE | {"pingpong": False},
-        _THREE | {"pingpong": False, "zigzag": True},
-        _THREE | {"persistent": False},
-        _THREE | {"pingpong": False, "overlap": False},
-        {"slots": 8, "q_slots": 2},
-    ],
-    128: [
-        _TWO,
-        {"slots": 6},
-        _TWO | {"pingpong": False},
-        _TWO | {"zigzag": True},
-        {"slots": 6, "persistent": False},
-        _TWO | {"overlap": False},
-    ],
-    256: [
-        _WIDE | {"pingpong": False},
-        _WIDE,
-        _WIDE | {"pingpong": False, "zigzag": True},
-        _WIDE | {"pingpong": False, "persistent": False},
-        _WIDE | {"overlap": False},
-    ],
+_TWO = {"slots": 8, "q_slots": 2}
+_USUAL = {"slots": 5, "q_slots": 2}
+_WIDE = {"slots": 5, "keys": 64, "pingpong": False}
+_CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
+    "full": {
+        64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
+        128: [_USUAL, {"slots": 6}, _USUAL | {"pingpong": False}],
+        256: [_WIDE, _WIDE | {"pingpong": True}],
+    },
+    "uneven": {
+        64: [
+            _TWO,
+            _THREE,
+            _TWO | {"balanced": False},
+            _THREE | {"balanced": False},
+            _TWO | {"pingpong": False},
+            _THREE | {"pingpong": False},
+        ],
+        128: [
+            _USUAL,
+            _USUAL | {"pingpong": False},
+            _USUAL | {"balanced": False},
+            {"slots": 6, "persistent": False, "balanced": False},
+            {"slots": 6},
+        ],
+        256: [
+            _WIDE,
+            _WIDE | {"pingpong": True},
+            _WIDE | {"balanced": False},
+            _WIDE | {"persistent": False, "balanced": False},
+        ],
+    },
 }

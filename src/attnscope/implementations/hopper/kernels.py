@@ -4,7 +4,8 @@
 **Idea** A block of threads owns tiles of query rows, one after the other. One warp loads tiles of Q, K and V by TMA
 through a ring; two or three groups of 128 threads multiply by wgmma, each 64 rows, and compute softmax while the tensor
 cores work on the previous tile's P V or on another group's products.
-**Grid** One dimension: as many blocks as multiprocessors, or one a tile. A tile's place follows from its number alone:
+**Grid** One dimension: as many blocks as multiprocessors, or one a tile. Where tiles differ in length a persistent grid
+reads which block works on which from a table (``schedules.py``). Else a tile's place follows from its number alone:
 under a causal mask the longest come first, heads in sections whose K and V fit the L2 cache.
 **Memory** Rank-4 descriptors over (B, heads, rows, D) with the tensors' own strides: rows beyond a head read as zeros
 and are not written. K and V share one ring, in the order K0 K1 V0 K2 V1 ... in which they are read.
@@ -61,24 +62,28 @@ def load() -> Any:
 
 
 @_device
-def _tiles_of_block(tiles, ZIGZAG: gl.constexpr):
+def _tiles_of_block(tiles, order):
     """How many tiles this block works on."""
     blocks = gl.num_programs(0)
     place = gl.program_id(0)
-    whole = tiles // blocks
-    if ZIGZAG:
-        place = gl.where(whole % 2 == 1, blocks - 1 - place, place)
-    return whole + gl.where(place < tiles - whole * blocks, 1, 0)
+    if order is not None:
+        count = gl.load(order + place)
+    else:
+        whole = tiles // blocks
+        count = whole + gl.where(place < tiles - whole * blocks, 1, 0)
+    return count
 
 
 @_device
-def _tile_number(turn, ZIGZAG: gl.constexpr):
-    """The number of this block's tile in its ``turn``; with ZIGZAG every other turn runs from the last block on."""
+def _tile_number(turn, order):
+    """The number of this block's tile in its ``turn``: the schedule's, else every so many-th."""
     blocks = gl.num_programs(0)
     place = gl.program_id(0)
-    if ZIGZAG:
-        place = gl.where(turn % 2 == 1, blocks - 1 - place, place)
-    return turn * blocks + place
+    if order is not None:
+        number = gl.load(order + (turn + 1) * blocks + place)
+    else:
+        number = turn * blocks + place
+    return number
 
 
 @_device
@@ -230,19 +235,21 @@ def _producer(
     q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, ZIGZAG: gl.constexpr, OVERLAP: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads what the groups will read, in the order in which they read it."""
     H, group, L, S, row_tiles, tiles, section, window = sizes
-    lengths, starts, ends, _slopes, _sinks = pointers
+    lengths, starts, ends, _slopes, _sinks, order = pointers
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     slot = 0
     phase = 0
     q_slot = 0
     q_phase = 0
-    for turn in range(_tiles_of_block(tiles, ZIGZAG)):
-        head, tile = _place_of_tile(_tile_number(turn, ZIGZAG), row_tiles, tiles, section, LONGEST_FIRST)
+    coming = _tile_number(0, order)
+    for turn in range(_tiles_of_block(tiles, order)):
+        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        coming = _tile_number(turn + 1, order)  # early: nobody waits for it
         b = head // H
         h = head - b * H
         kv = h // group
@@ -319,7 +326,7 @@ def _hide(s, limit, ABOVE: gl.constexpr):
     first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 8
     column = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
     limit = gl.expand_dims(limit, 3)
-    if ABOVE:
+    if ABOVE:  # noqa: SIM108
         parts = gl.where(column < limit, parts, float("-inf"))
     else:
         parts = gl.where(column >= limit, parts, float("-inf"))
@@ -350,7 +357,8 @@ def _softmax(s, top, total, scale, GUARDED: gl.constexpr, LAZY_SUM: gl.constexpr
 @_device
 def _one_more_tile(
     j, q, ring, full, empty, slot, phase, acc, p, top, total, zero, walk, rows, low, high, offset, slope, scale, unit,
-    cap, SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    cap, SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    LAZY_SUM: gl.constexpr,
     CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, and P V of the tile before it beside them (OVERLAP) or ahead of them."""
@@ -409,12 +417,13 @@ def _consumer(
     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap, W: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr, ZIGZAG: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """One group of 128 threads: 64 rows of each tile."""
     H, _group, L, S, row_tiles, tiles, section, window = sizes
-    lengths, starts, ends, slopes, sinks = pointers
+    lengths, starts, ends, slopes, sinks, order = pointers
     ROWS: gl.constexpr = q_s.shape[3]
     SLOPED: gl.constexpr = slopes is not None
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -430,9 +439,10 @@ def _consumer(
     q_phase = 0
     if PINGPONG and W == GROUPS - 1:
         _give_turn(0)
-    turns = _tiles_of_block(tiles, ZIGZAG)
-    for turn in range(turns):
-        head, tile = _place_of_tile(_tile_number(turn, ZIGZAG), row_tiles, tiles, section, LONGEST_FIRST)
+    coming = _tile_number(0, order)
+    for turn in range(_tiles_of_block(tiles, order)):
+        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        coming = _tile_number(turn + 1, order)  # early: nobody waits for it
         b = head // H
         h = head - b * H
         first_row = tile * (ROWS * GROUPS)
@@ -525,12 +535,13 @@ def _consumer(
 
 @_device
 def hopper_attention_forward(
-    q_desc, k_desc, v_desc, o_desc, lse, lengths, starts, ends, slopes, sinks,
+    q_desc, k_desc, v_desc, o_desc, lse, lengths, starts, ends, slopes, sinks, order,
     H, group, L, S, row_tiles, tiles, section, window, scale, cap,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr, ZIGZAG: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all tiles; see the module's docstring."""
     dtype: gl.constexpr = q_desc.dtype
@@ -551,7 +562,7 @@ def hopper_attention_forward(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     sizes = (H, group, L, S, row_tiles, tiles, section, window)
-    pointers = (lengths, starts, ends, slopes, sinks)
+    pointers = (lengths, starts, ends, slopes, sinks, order)
     # fmt: off
     if GROUPS == 2:
         gl.warp_specialize(
@@ -559,16 +570,16 @@ def hopper_attention_forward(
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
-                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, ZIGZAG, OVERLAP,
+                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
                 )),
             ],
             [4, 1],
@@ -580,21 +591,21 @@ def hopper_attention_forward(
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
                     gl.constexpr(2), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, ZIGZAG, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
-                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, ZIGZAG, OVERLAP,
+                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
                 )),
             ],
             [4, 4, 1],
