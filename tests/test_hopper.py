@@ -135,7 +135,7 @@ def test_a_broken_triton_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "load", broken)
     monkeypatch.setattr("attnscope.implementations.hopper.Plan.signature", lambda self: {})
     with pytest.raises(PrepareFailed, match=r"hopper: Triton failed with ImportError\nlibtriton.so: undefined"):
-        find("hopper").prepare(Workload.parse("B1,H1,L8,D8,bf16"), H200)
+        find("hopper").prepare(Workload.parse("B1,H1,L100,D8,bf16"), H200)
 
 
 def test_explain_knows_its_kernel() -> None:
@@ -240,7 +240,7 @@ def test_a_tiles_cost_is_what_the_kernel_walks(text: str) -> None:
     [
         ("B2,H4,L512,D64,bf16,causal", {}, True),
         ("B2,H4,L512,D64,bf16", {}, False),
-        ("B2,H4,L512,D64,bf16,lengths=5", {}, True),
+        ("B2,H4,L512,D64,bf16,lengths=5/500", {}, True),
         ("B2,H4,L512,D64,bf16,causal", {"balanced": False}, False),
         ("B2,H4,L512,D64,bf16,causal", {"persistent": False}, False),
         ("B70000,H16,L64,D64,bf16,causal", {}, False),

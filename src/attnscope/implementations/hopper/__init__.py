@@ -73,7 +73,7 @@ class Hopper(SheetImplementation):
         Raises:
             PrepareFailed: triton does not import, or the kernel does not compile or load.
         """
-        if decode.fits(workload, device):
+        if decode.fits(workload, device) and 0 not in (workload.B, workload.L, workload.S):
             return self._made(lambda: _decoding(workload, device))
         return self.prepare_as(workload, device, configurations.choose(workload))
 
