@@ -11,14 +11,17 @@ Triton's interpreter, for tests alone.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from attnscope.device import Device
-from attnscope.errors import UsageError
+from attnscope.errors import PrepareFailed, UsageError
 from attnscope.implementation import FEATURES, Gradients, Output
 from attnscope.implementations.common import empty_like_inputs
+from attnscope.implementations.hopper import launching
+from attnscope.implementations.hopper.gluon_shim import Machine
 from attnscope.inputs import Inputs, Tensor, torch_dtype
 from attnscope.workload import Workload
 
@@ -26,7 +29,7 @@ MAX_ROWS = 64  # query rows times heads of a group: one tile of them, so that K 
 MAX_HEAD_DIM = 256
 MAX_POSITIONS = 2**30  # L + S: positions are 32 bits wide
 MAX_GRID = 65535  # largest y and z of a CUDA grid: key/value heads and batch entries
-MAX_SPLITS = 256
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # 5, 20 and 40 lost to both neighbours
 REFUSED = frozenset({"mask", "bias", "packed", "dropout"})
 ALIGNMENT = 16  # bytes that are copied at a time
 VECTOR = 8  # elements of 16 bits in them
@@ -49,21 +52,21 @@ class Tile:
     warps: int
     stages: int
     resident: int
-    ahead: int = 2
+    ahead: int = 0
 
 
-# By (packed rows, larger head dim as held), the first that is large enough. A tile of K and V is 32 KiB at most; two
-# or three are on their way while one is multiplied. ``resident`` follows from shared memory (227 KiB) and registers.
-TILES: dict[tuple[int, int], Tile] = {
-    (16, 64): Tile(16, 128, 4, 3, 3),
-    (16, 128): Tile(16, 64, 4, 3, 3),
-    (16, 256): Tile(16, 32, 4, 3, 3),
-    (32, 64): Tile(32, 128, 4, 3, 2),
-    (32, 128): Tile(32, 64, 4, 3, 2),
-    (32, 256): Tile(32, 16, 4, 4, 3),
-    (64, 64): Tile(64, 64, 4, 3, 2),
-    (64, 128): Tile(64, 64, 4, 3, 2),
-    (64, 256): Tile(64, 32, 4, 3, 1),
+# By (packed rows, larger head dim as held), the first that is large enough; of several the least predicted time wins.
+# ``resident`` follows from shared memory (227 KiB) and registers. Those of (16, 128) were measured, the others follow.
+TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (16, 64): (Tile(16, 128, 4, 3, 3),),
+    (16, 128): (Tile(16, 64, 4, 3, 3), Tile(16, 128, 4, 2, 2, ahead=1)),
+    (16, 256): (Tile(16, 32, 4, 3, 3),),
+    (32, 64): (Tile(32, 128, 4, 3, 2),),
+    (32, 128): (Tile(32, 64, 4, 3, 2),),
+    (32, 256): (Tile(32, 16, 4, 4, 3),),
+    (64, 64): (Tile(64, 64, 4, 3, 2),),
+    (64, 128): (Tile(64, 64, 4, 3, 2),),
+    (64, 256): (Tile(64, 32, 4, 3, 1),),
 }
 
 
@@ -87,13 +90,13 @@ def taken_features() -> frozenset[str]:
     return frozenset(FEATURES) - REFUSED
 
 
-def choose_tile(workload: Workload, device: Device) -> Tile:
+def tiles_for(workload: Workload, device: Device) -> tuple[Tile, ...]:
     """The entry of ``TILES`` for the packed rows and head dims; the interpreter's own on a CPU."""
     rows = workload.L * workload.group
     if device.kind == "cpu":
-        return Tile(next(most for most in (16, 32, 64) if most >= min(rows, MAX_ROWS)), 16, 4, 1, 1)
+        return (Tile(next(most for most in (16, 32, 64) if most >= min(rows, MAX_ROWS)), 16, 4, 1, 1),)
     dim = max(_block(workload.D), _block(workload.D_v))
-    return next(tile for (most, dims), tile in TILES.items() if most >= min(rows, MAX_ROWS) and dims >= dim)
+    return next(tiles for (most, dims), tiles in TILES.items() if most >= min(rows, MAX_ROWS) and dims >= dim)
 
 
 def keys_to_read(workload: Workload) -> int:
@@ -105,47 +108,42 @@ def keys_to_read(workload: Workload) -> int:
     return max(0, *(w.row_interval(b, w.L - 1)[1] - max(w.row_interval(b, 0)[0], 0) for b in entries))
 
 
-@dataclass(frozen=True)
-class Card:
-    """What the number of splits depends on, besides the workload.
+# Fitted to the decode suite on one H200 (docs/concepts/hopper_decode.md).
+BYTES_PER_US = 4.578e6  # read bandwidth
+ALONE = 1.0  # programs a multiprocessor that draw it all, where all programs run at once
+LAST = 1.5  # and in a last round, whose programs begin where the first ones ended, several on one multiprocessor
+DRIFT = 4  # rounds after which programs no longer end together, so that there is no last round
+START_US = 3.0  # from launch to first and from last byte to end
+COMBINE_US, COMBINE_ROW_US, COMBINE_PART_US = 3.0, 0.001, 0.004  # second kernel: itself, each row, each program's part
 
-    ``slots``: programs that run at once. ``saturating``: programs that together draw the whole read bandwidth, fewer
-    draw their share of it. ``combine``: what the second kernel costs, in tiles that the whole card could read instead.
+
+def predicted_us(workload: Workload, tile: Tile, splits: int, multiprocessors: int) -> float:
+    """Time on the card, where each key/value head of each batch entry is read by ``splits`` programs of one tile."""
+    w, programs = workload, workload.B * workload.H_kv * splits
+    each = -(-keys_to_read(w) // (tile.keys * splits))
+    tile_us = tile.keys * (w.D + w.D_v) * 2 / BYTES_PER_US
+    slots = multiprocessors * tile.resident
+    rounds, rest = divmod(programs, slots)
+    if rest and rounds < DRIFT:
+        rest = max(rest, round(multiprocessors * (LAST if rounds else ALONE)))
+    second = COMBINE_US + COMBINE_ROW_US * w.B * w.H * w.L + COMBINE_PART_US * programs
+    return (rounds * slots + rest) * each * tile_us + START_US + (second if splits > 1 else 0.0)
+
+
+def choose(workload: Workload, device: Device, tiles: tuple[Tile, ...]) -> tuple[Tile, int]:
+    """Which of ``tiles``, and how many programs share the keys of one: the first of the least predicted time.
+
+    One split where one tile does not hold all rows (then there are programs enough) or there is nothing to read.
     """
-
-    slots: int
-    saturating: int
-    combine: int
-
-
-def card_of(device: Device, tile: Tile) -> Card:
-    """Assumed, not measured: one and a half programs a multiprocessor saturate, the second kernel takes 2 us."""
+    keys, rows = keys_to_read(workload), workload.L * workload.group
+    options = [
+        (tile, splits)
+        for tile in tiles
+        for splits in SPLITS
+        if splits == 1 or (rows <= tile.rows and splits * tile.keys < keys + tile.keys)
+    ]
     multiprocessors = device.multiprocessors or 132
-    return Card(multiprocessors * tile.resident, multiprocessors * 3 // 2, 270)
-
-
-def predicted_cost(programs: int, tiles: int, splits: int, card: Card) -> int:
-    """Time of ``programs`` x ``splits`` programs, in tiles that the whole card could read meanwhile.
-
-    Programs of one size run in rounds of ``slots``; the last round, being smaller, may draw less than all bandwidth.
-    A part is taken for an eighth of a tile, which it is with 4 rows of 128.
-    """
-    each = -(-tiles // splits)
-    rounds, rest = divmod(programs * splits, card.slots)
-    width = rounds * max(card.slots, card.saturating) + (max(rest, card.saturating) if rest else 0)
-    return width * each + (card.combine + programs * splits // 8 if splits > 1 else 0)
-
-
-def choose_splits(programs: int, tiles: int, card: Card) -> int:
-    """How many programs share the keys of one: the smallest number of the least predicted cost.
-
-    1 where that costs at most a twentieth more, which is what the prediction is worth: a second kernel surely costs.
-    """
-    if programs == 0:
-        return 1
-    costs = {n: predicted_cost(programs, tiles, n, card) for n in range(1, max(1, min(tiles, MAX_SPLITS)) + 1)}
-    best = min(costs, key=costs.__getitem__)
-    return 1 if costs[1] <= costs[best] * 1.05 else best
+    return min(options, key=lambda option: round(predicted_us(workload, *option, multiprocessors), 2))
 
 
 def load_kernels() -> Any:
@@ -172,21 +170,19 @@ class DecodeKernel:
         """``tile`` and ``splits`` are chosen where not given. Raises what importing triton raises."""
         w = self.workload = workload
         self.device = device
-        self.tile = tile or choose_tile(w, device)
-        row_tiles, key_tiles = -(-w.L * w.group // self.tile.rows), -(-keys_to_read(w) // self.tile.keys)
-        if row_tiles > 1:
-            splits = 1  # rows of several tiles give programs enough
-        self.splits = splits or choose_splits(w.B * w.H_kv, key_tiles, card_of(device, self.tile))
+        tiles = (tile,) if tile else tiles_for(w, device)
+        self.tile, chosen = (tiles[0], splits) if splits else choose(w, device, tiles)
+        row_tiles = -(-w.L * w.group // self.tile.rows)
+        self.splits = chosen if row_tiles <= 1 else 1
         self.grid = max(row_tiles, self.splits if row_tiles else 0), w.H_kv, w.B
         self._kernels = load_kernels()
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._on_cuda = device.kind == "cuda"
         rows = w.B * w.H * w.L
         self._parts = rows * self.splits * (w.D_v + 1) if self.splits > 1 else 0
-        self._turned, self._lse_shape = w.layout != "bhld", (w.B, w.H, w.L)
-        self._memory_shape = (w.B, w.L, w.H, w.D_v) if self._turned else (*self._lse_shape, w.D_v)
-        row, head = (w.H * w.D_v, w.D_v) if self._turned else (w.D_v, w.L * w.D_v)
-        self._out_strides = w.L * w.H * w.D_v, head, row
+        row, head = (w.H * w.D_v, w.D_v) if w.layout != "bhld" else (w.D_v, w.L * w.D_v)
+        self._out_shape, self._out_strides = (w.B, w.H, w.L, w.D_v), (w.L * w.H * w.D_v, head, row, 1)
+        self._lse_shape = w.B, w.H, w.L
 
     def compile(self) -> None:
         """Compiles and loads what tensors of the workload's own layout need."""
@@ -203,9 +199,9 @@ class DecodeKernel:
 
         del save
         q, k, v = inputs.q, inputs.k, inputs.v
-        out, lse = q.new_empty(self._memory_shape), q.new_empty(self._lse_shape, dtype=torch.float32)
-        if self._turned:
-            out = out.transpose(1, 2)
+        float32, place = torch.float32, q.device
+        out = torch.empty_strided(self._out_shape, self._out_strides, dtype=q.dtype, device=place)
+        lse = torch.empty(self._lse_shape, dtype=float32, device=place)
         if 0 in self.grid:
             return Output(out, lse)
         strides = q.stride(), k.stride(), v.stride()
@@ -217,7 +213,7 @@ class DecodeKernel:
         if plan.combine is None:
             plan.decode(q, k, v, out, lse, lse, *options, sinks)
         else:
-            parts = q.new_empty(self._parts, dtype=torch.float32)
+            parts = torch.empty(self._parts, dtype=float32, device=place)
             plan.decode(q, k, v, out, lse, parts, *options, sinks)
             plan.combine(parts, out, lse, sinks)
         return Output(out, lse)
@@ -246,7 +242,7 @@ class DecodeKernel:
             "GROUP": w.group, "D": w.D, "D_V": w.D_v, "BLOCK_D": _block(w.D), "BLOCK_DV": _block(w.D_v),
             "ROWS": tile.rows, "KEYS": tile.keys, "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right", "WINDOWED": w.window is not None,
-            "SPLIT": self.splits > 1, "EARLY": self._on_cuda and self.splits > 1,
+            "SPLIT": self.splits > 1,
             "AHEAD": tile.keys * tile.ahead if self._on_cuda else 0,
         }  # fmt: skip
         pointers = ["data", "data", "data", "data", "float32", "float32"]
@@ -262,10 +258,10 @@ class DecodeKernel:
         numbers = [w.L, self.splits, *(stride // VECTOR for stride in self._out_strides[:3])]
         constants = {
             "GROUP": w.group, "D_V": w.D_v, "BLOCK_DV": block, "SPLITS": splits,
-            "CHUNK": min(splits, COMBINE_ELEMENTS // block), "EARLY": self._on_cuda,
+            "CHUNK": min(splits, COMBINE_ELEMENTS // block),
         }  # fmt: skip
         pointers = ["float32", "data", "float32", "float32" if w.sinks else ""]
-        options = {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if self._on_cuda else {})
+        options = {"num_warps": 4, "num_stages": 1}
         grid = w.L * w.group, w.H_kv, w.B
         return self._launch("hopper_attention_decode_combine", grid, pointers, numbers, constants, options)
 
@@ -275,18 +271,27 @@ class DecodeKernel:
     ) -> Launch:  # fmt: skip
         """A function of the kernel's tensors that launches it with all else; compiles and loads it on a card.
 
-        The compiled kernel is called past ``triton.jit``, which would look at each argument again, and is given
-        addresses, which it would otherwise ask the driver about.
+        The machine code is launched past Triton, which would look at each of some forty arguments in each call.
         """
         kernel = getattr(self._kernels, name)
         if not self._on_cuda:
             return lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
         dtypes = [self._torch_dtype(pointer) for pointer in pointers]
         compiled = kernel.warmup(*dtypes, *numbers, grid=grid, **constants, **options)
-        run, rest = compiled[grid], (*numbers, *constants.values())
+        given = zip(compiled.src.signature.items(), [*pointers, *numbers], strict=False)
+        values = [_argument(kind, value) for (_, kind), value in given if kind != "constexpr"]
+        launcher, index = load_machine(compiled, values, self.device.index), self.device.index
 
         def launch(*tensors: Tensor | None) -> None:
-            run(*[None if tensor is None else tensor.data_ptr() for tensor in tensors], *rest)
+            import torch
+
+            key = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+            arguments = launcher.kept.get(key) or launcher.keep(key, _arguments(key, values))
+            if torch._C._cuda_getDevice() == index:
+                launcher.launch(grid[0], torch._C._cuda_getCurrentRawStream(index), arguments, grid[1], grid[2])
+            else:
+                with torch.cuda.device(index):
+                    launcher.launch(grid[0], torch._C._cuda_getCurrentRawStream(index), arguments, grid[1], grid[2])
 
         return launch
 
@@ -296,6 +301,37 @@ class DecodeKernel:
         return (
             None if not pointer else torch_dtype(self.workload.dtype) if pointer == "data" else getattr(torch, pointer)
         )
+
+
+def machine_of(compiled: Any, values: list[Any]) -> Machine:
+    """What Triton compiled. Raises PrepareFailed where its parameters are not ``values`` and two of scratch."""
+    found = compiled.metadata
+    machine = Machine(found.name, compiled.asm["cubin"], 32 * found.num_warps, found.shared, compiled.asm["ptx"])
+    if machine.parameters() != [ctypes.sizeof(value) for value in values] + [8, 8]:
+        raise PrepareFailed(
+            "this release of Triton passes arguments in another way than hopper does\n"
+            "hint: install a release that attnscope names as tested, 3.6.0"
+        )
+    return machine
+
+
+def load_machine(compiled: Any, values: list[Any], index: int) -> launching.Launcher:
+    """The machine code on the card of that index. Raises PrepareFailed."""
+    return launching.Launcher(machine_of(compiled, values), index)
+
+
+_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+def _argument(kind: str, value: Any) -> Any:
+    """A parameter of one of Triton's types; a pointer (``*fp32``) is put in later."""
+    return ctypes.c_uint64(0) if kind.startswith("*") else _SCALARS[kind](value)
+
+
+def _arguments(addresses: tuple[int, ...], values: list[Any]) -> launching.Arguments:
+    """What one launch passes: pointers come first in both kernels, then numbers, then Triton's two of scratch."""
+    pointers = [ctypes.c_uint64(address) for address in addresses]
+    return launching.Arguments([*pointers, *values[len(pointers) :], ctypes.c_uint64(0), ctypes.c_uint64(0)])
 
 
 def is_readable(tensor: Tensor, keys: int) -> bool:

@@ -11,8 +11,8 @@ shared memory by 16-byte asynchronous copies, several tiles ahead of the product
 which is how Triton knows that they are that wide. **Bound.** Read bandwidth; tensor cores are busy a tenth of the time.
 
 One loop, in which every tile is masked: a second loop for boundary tiles would let the copies run dry between the two.
-Where the keys are split, a part is its normalised out and its log2-sum-exp in float32; a second kernel adds them up. It
-may be launched early (programmatic dependent launch) and waits for the first one, so no memory outlives a call.
+Where the keys are split, a part is its normalised out and its log2-sum-exp in float32; a second kernel on the same
+stream adds them up, so no memory outlives a call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import triton.language as tl
-    import triton.language.extra.cuda as cuda
 
 # Numbers whose being 1 or a multiple of 16 shall not make Triton compile anew, and tensors of a caller that need not
 # begin at a multiple of 16 bytes: the others are looked at (decode.is_readable) or made here.
@@ -49,7 +48,7 @@ def load() -> Any:
         triton = importlib.import_module("triton")
         language = importlib.import_module("triton.language")
         made = {name: triton.jit(f, do_not_specialize=UNSPECIALIZED) for name, f in _DEVICE_FUNCTIONS.items()}
-        vars(module).update(made, tl=language, cuda=importlib.import_module("triton.language.extra.cuda"))
+        vars(module).update(made, tl=language)
     return module
 
 
@@ -125,7 +124,7 @@ def hopper_attention_decode(
     q_b, q_h, q_l, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_l,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """ROWS packed rows of one key/value head against one split of its keys: out and lse, or a part of them.
 
@@ -133,8 +132,6 @@ def hopper_attention_decode(
     ``scale`` is that of the scores, times log2(e) where nothing is done to them before the exponential. ``parts`` holds
     (B * H * L, splits, D_V) normalised sums, then (B * H * L, splits) log2-sum-exps.
     """
-    if EARLY:
-        cuda.gdc_launch_dependents()
     b = tl.program_id(2)
     kv = tl.program_id(1)
     if SPLIT:  # one tile then holds all rows
@@ -223,7 +220,7 @@ def hopper_attention_decode(
 def hopper_attention_decode_combine(
     parts, out, lse, sinks, L, splits, out_b, out_h, out_l,
     GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row of out and lse from its parts: program (packed row, key/value head, batch).
 
@@ -237,8 +234,6 @@ def hopper_attention_decode_combine(
     number = head * tl.num_programs(0) + tl.program_id(0)
     rows = tl.cast(tl.num_programs(2), tl.int64) * tl.num_programs(1) * tl.num_programs(0)
     dv = tl.arange(0, BLOCK_DV)
-    if EARLY:
-        cuda.gdc_wait()  # the other kernel may still run: nothing of what it writes was read up to here
     first = number * splits
     sums = parts + rows * splits * D_V + first
     split = tl.arange(0, SPLITS)

@@ -120,17 +120,17 @@ class Launcher:
         self.kept[key] = arguments
         return arguments
 
-    def launch(self, blocks: int, stream: int, arguments: Arguments) -> None:
-        """Queue the kernel. Raises PrepareFailed where the driver refuses it."""
+    def launch(self, blocks: int, stream: int, arguments: Arguments, rows: int = 1, layers: int = 1) -> None:
+        """Queue the kernel on a grid of ``blocks`` x ``rows`` x ``layers``. Raises PrepareFailed where the driver refuses it."""
         one = self.one
         status = self.start(
-            self.function, ctypes.c_uint(blocks), one, one, self.threads, one, one, self.shared_bytes,
+            self.function, blocks, rows, layers, self.threads, one, one, self.shared_bytes,
             ctypes.c_void_p(stream), arguments.addresses, None,
         )  # fmt: skip
         if status == INVALID_CONTEXT:  # a thread that has not used CUDA yet
             self._check("cuCtxSetCurrent", self.context)
             status = self.start(
-                self.function, ctypes.c_uint(blocks), one, one, self.threads, one, one, self.shared_bytes,
+                self.function, blocks, rows, layers, self.threads, one, one, self.shared_bytes,
                 ctypes.c_void_p(stream), arguments.addresses, None,
             )  # fmt: skip
         if status:
