@@ -450,7 +450,9 @@ for text, values in json.load(sys.stdin):
             source = Path(place) / "kernel.ptx"
             source.write_text(machine.ptx)
             ran = subprocess.run(
-                [ptxas, "-v", "-arch=sm_90a", "-o", Path(place) / "kernel.cubin", source], capture_output=True, text=True
+                [ptxas, "-v", "-arch=sm_90a", "-o", Path(place) / "kernel.cubin", source],
+                capture_output=True,
+                text=True,
             )
             said = ran.stderr
     print(json.dumps([text, values, machine.shared_bytes, machine.threads, said]), flush=True)

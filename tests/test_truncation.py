@@ -13,7 +13,7 @@ from attnscope.inputs import Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.workload import Workload
 
-TERMS, EXTRA_BITS = 16, 1  # what a step adds up, and how far below the sum's last bit it goes
+TERMS, EXTRA_BITS = 4, 1  # what a step adds up, and how far below the sum's last bit it goes
 
 
 def cut(values: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
