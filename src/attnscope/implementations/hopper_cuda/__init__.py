@@ -1,9 +1,9 @@
 """Stage 2: our own attention forward for Hopper in CUDA C++, with the copy engine and warpgroup products.
 
 Reads Inputs, writes Output. Must not import another implementation or a later stage; imports torch only inside
-functions. The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, which block computes
-what in ``scheduling.py``, what the driver is asked for in ``launching.py``; docs/concepts/hopper_cuda.md tells why it is
-built this way.
+functions. The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, which block
+computes what in ``scheduling.py``, what the driver is asked for in ``launching.py``; docs/concepts/hopper_cuda.md
+tells why it is built this way.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ class PreparedHopperCuda:
         )
         run = self.launches.get(key)
         if run is None:
-            given, readable = (q, k, v), tuple(launching.copyable(t) for t in (q, k, v))
-            if any(a is not b for a, b in zip(given, readable, strict=True)):
-                self.launch(*readable, out, lse)
+            own_q, own_k, own_v = (launching.copyable(t) for t in (q, k, v))
+            if own_q is not q or own_k is not k or own_v is not v:
+                self.launch(own_q, own_k, own_v, out, lse)
                 return
             if len(self.launches) >= KEPT_LAUNCHES:
                 self.launches = {}
