@@ -107,14 +107,19 @@ def test_every_variant_is_right_on_the_emulator(emulated, text, configuration):
 @pytest.mark.parametrize("kind", ["large", "shifted", "peaky"])
 def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
     for slack in (0, 8):
-        check(emulated, "B1,H1,L130,S300,D64,bf16,causal=bottom_right", dataclasses.replace(SMALL, slack=slack), kind=kind)
+        check(
+            emulated, "B1,H1,L130,S300,D64,bf16,causal=bottom_right", dataclasses.replace(SMALL, slack=slack), kind=kind
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stands", "instead"),
     [
-        ("wait_for(&barriers->k_full[keys.stage], keys.phase);\n    take_turn();\n    start", "take_turn();\n    start"),
+        (
+            "wait_for(&barriers->k_full[keys.stage], keys.phase);\n    take_turn();\n    start",
+            "take_turn();\n    start",
+        ),
         ("    wait_for_products<First ? 0 : 1>();\n", ""),
         ("    wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);\n", ""),
         ("    wait_for(&barriers->q_empty, query_phase ^ 1);\n", ""),
@@ -197,7 +202,9 @@ def test_a_configuration_that_does_not_fit_is_refused():
 
 
 def test_workloads_that_share_a_class_share_a_kernel():
-    a, b = (Workload.parse(text) for text in ("B2,H4,L512,D120,bf16,causal", "B1,H8/2,L900,D128,bf16,causal=bottom_right"))
+    a, b = (
+        Workload.parse(text) for text in ("B2,H4,L512,D120,bf16,causal", "B1,H8/2,L900,D128,bf16,causal=bottom_right")
+    )
     kind = hopper_cuda.HopperCuda()
     assert kind.tuning_class(a) == kind.tuning_class(b) == "d128 causal bf16 short"
     assert kind.tuning_class(b.replace(L=8192)) == "d128 causal bf16 long" != kind.tuning_class(b.replace(causal=None))
@@ -238,7 +245,12 @@ def test_tensors_that_the_copy_engine_cannot_read_are_copied():
     for good in (plain, plain.transpose(1, 2), base.view(2, 3, 8, 64)[..., :32], plain[:1, :1].expand(1, 1, 16, 32)):
         assert launching.copyable(good) is good
     crooked = torch.zeros(base.numel() + 1, dtype=torch.bfloat16)[1:].view(2, 3, 16, 32)
-    for bad in (crooked, plain[:1].expand(2, 3, 16, 32), plain.transpose(2, 3), base[: 2 * 3 * 5 * 20].view(2, 3, 5, 20)[..., :16]):
+    for bad in (
+        crooked,
+        plain[:1].expand(2, 3, 16, 32),
+        plain.transpose(2, 3),
+        base[: 2 * 3 * 5 * 20].view(2, 3, 5, 20)[..., :16],
+    ):
         made = launching.copyable(bad)
         assert made is not bad and torch.equal(made, bad) and made.data_ptr() % 16 == 0
         assert launching.copyable(made) is made

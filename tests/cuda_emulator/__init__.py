@@ -41,7 +41,10 @@ DEVICE = EmulatedDevice("cuda", "emulated", capability=(9, 0), multiprocessors=1
 
 @dataclass
 class EmulatedKernel:
-    """A kernel as :class:`attnscope.cuda.Kernel` looks from outside. ``order`` 0 or 1: first or last thread first; 2 as 0, but copies land at once."""
+    """A kernel as :class:`attnscope.cuda.Kernel` looks from outside.
+
+    ``order`` 0 or 1: first or last thread first; 2 as 0, but copies of the copy engine land at once, as in 1.
+    """
 
     name: str
     function: Any
@@ -148,7 +151,8 @@ def _expand(path: Path) -> str:
             elif Path(included[1]).name in REPLACED:
                 found += lines(HERE / Path(included[1]).name)
             else:
-                found += lines(file.parent / included[1] if (file.parent / included[1]).exists() else HEADERS / Path(included[1]).name)
+                beside = file.parent / included[1]
+                found += lines(beside if beside.exists() else HEADERS / beside.name)  # a test's copy has no headers
         return found
 
     real = (HEADERS / "device.cuh").read_text()

@@ -99,6 +99,8 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
                "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
     FamilyRule(r"^triton_fused_attention_forward", "attnscope triton_fused", "fused attention", TENSOR_CORE,
                "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
+    FamilyRule(r"^hopper_cuda_forward", "attnscope hopper_cuda", "fused attention", TENSOR_CORE,
+               "it multiplies with wgmma"),
     FamilyRule(r"^_attn_bwd", "triton attention", "fused attention backward"),
     FamilyRule(r"^_attn_fwd", "triton attention", "fused attention"),
     # matrix products

@@ -1,8 +1,8 @@
 """Stage 2: our own attention forward for Hopper in CUDA C++, with the copy engine and warpgroup products.
 
-Reads Inputs, writes Output. Must not import another implementation or a later stage; imports torch only inside functions.
-The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, what the driver is asked for in
-``launching.py``; docs/concepts/hopper_cuda.md tells why it is built this way.
+Reads Inputs, writes Output. Must not import another implementation or a later stage, and torch only in functions.
+The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, what the driver is asked for
+in ``launching.py``; docs/concepts/hopper_cuda.md tells why it is built this way.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class HopperCuda(SheetImplementation):
 
 
 class PreparedHopperCuda:
-    """One kernel, straight from and to the caller's layout. Calls share nothing that they change but a cache of launches."""
+    """One kernel, straight from and to the caller's layout. All that calls change is a cache of launches."""
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
         self.workload, self.configuration = workload, configuration
@@ -122,12 +122,22 @@ class PreparedHopperCuda:
         lse = torch.empty((w.B, w.H, w.L), dtype=torch.float32, device=q.device)
         if self.empty:
             return Output(out.zero_(), lse.fill_(-math.inf))
-        self.launch(*(launching.copyable(t) for t in (q, inputs.k, inputs.v)), out, lse)
+        k, v = launching.copyable(inputs.k), launching.copyable(inputs.v)
+        self.launch(launching.copyable(q), k, v, out, lse)
         return Output(out, lse)
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Queue the kernel. The allocator gives the same addresses again and again, so what was packed is kept."""
-        key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), q.stride(), k.stride(), v.stride())
+        key = (
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            q.stride(),
+            k.stride(),
+            v.stride(),
+        )
         run = self.launches.get(key)
         if run is None:
             if len(self.launches) >= KEPT_LAUNCHES:

@@ -26,9 +26,9 @@ C_TYPES = {"bf16": "bf16", "fp16": "fp16"}
 class Configuration:
     """What the kernel is compiled and launched with beside the workload.
 
-    ``groups`` of 64 rows a block, ``keys`` a tile, ``stages`` of keys and as many of values. ``ping_pong``: groups begin
-    products in turn. ``snake``: every other round of tiles runs backwards over the blocks. ``slack``: sums are rescaled
-    only where a maximum rose by more than so many powers of two; 0 rescales always. ``persistent``: a block a
+    ``groups`` of 64 rows a block, ``keys`` a tile, ``stages`` of keys and as many of values. ``ping_pong``: groups
+    begin products in turn. ``snake``: every other round of tiles runs backwards over the blocks. ``slack``: sums are
+    rescaled only where a maximum rose by more than so many powers of two; 0 rescales always. ``persistent``: a block a
     multiprocessor walks over tiles; otherwise a block a tile.
     """
 
@@ -61,7 +61,7 @@ class Configuration:
         return padded_head_dim(head_dim) // 2 + self.keys // 2 + self.keys // 4
 
     def fits(self, head_dim: int) -> bool:
-        """Whether shared memory and registers suffice; 30 registers are kept for everything else."""
+        """Whether shared memory and registers suffice; 20 are kept for everything else."""
         enough = self.result_registers(head_dim) + 20 <= REGISTERS[self.groups][1]
         return enough and self.shared_bytes(head_dim) <= SHARED_LIMIT_BYTES
 
@@ -99,8 +99,8 @@ def tuning_class(workload: Workload) -> str:
     return f"d{width} {mask} {workload.dtype} {length}"
 
 
-# The usual configuration by (largest head dim, whether rows end at different keys), as FlashAttention-3 tiles them where
-# it fits: the first entry that holds the head dim.
+# The usual configuration by (largest head dim, whether rows end at different keys), as FlashAttention-3 tiles them
+# where it fits: the first entry that holds the head dim.
 USUAL: dict[tuple[int, bool], Configuration] = {
     (64, False): Configuration(3, 128, 4),
     (64, True): Configuration(3, 128, 4),
