@@ -109,7 +109,8 @@ def bind(kernel: cuda.Kernel, grid: int, block: int, shared_bytes: int, args: tu
         kept.append(kind(value))
         addresses.append(ctypes.addressof(kept[-1]))
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-    where, handle, launch, good = ctypes.addressof(pointers), kernel.handle, driver.cuLaunchKernel, 0
+    where, handle = ctypes.addressof(pointers), kernel.handle
+    launch, good = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
 
     def run(_kept: tuple[Any, ...] = (kept, pointers)) -> None:
         stream = torch.cuda.current_stream().cuda_stream
