@@ -16,7 +16,7 @@ hypothesis.settings.load_profile("attnscope")
 
 
 def pytest_configure() -> None:
-    """Where Triton interprets (make triton), it shall not take more time than it must."""
+    """Where Triton interprets (make test's last part, make triton), it shall not take more time than it must."""
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         from triton_interpreter import quicken
 

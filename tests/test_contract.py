@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnscope.budgets import Expectation
 from attnscope.checking import check_implementation
 from attnscope.device import Device, find_device
 from attnscope.implementation import (
@@ -24,6 +25,8 @@ from attnscope.implementation import (
     names,
 )
 from attnscope.inputs import Inputs, make_inputs
+from attnscope.judging import judge_grossly
+from attnscope.records import TensorCheck
 from attnscope.reference import Attention, compute_attention
 from attnscope.workload import DIRECTIONS, Workload
 
@@ -248,7 +251,10 @@ def run_case(implementation: Implementation, inputs: Inputs, truth: Attention, d
     output = prepared.forward(inputs)
     assert output.out.dtype == inputs.q.dtype
     assert (output.lse is not None) == implementation.sheet.lse, "lse must be there exactly where the sheet claims it"
-    assert_close("out", output.out, truth.out, truth.scales["out"], workload)
+    if implementation.sheet.approximate:
+        assert_not_grossly_wrong(output.out, truth)
+    else:
+        assert_close("out", output.out, truth.out, truth.scales["out"], workload)
     if output.lse is not None:
         torch.testing.assert_close(output.lse.double(), truth.lse, atol=1e-4, rtol=1e-5)
     if implementation.sheet.deterministic:
@@ -286,6 +292,12 @@ def assert_close(name: str, got: torch.Tensor, true: torch.Tensor, scale: torch.
         assert (got[dead] == 0).all(), "out must be exactly 0 on rows that see no key"
 
 
+def assert_not_grossly_wrong(out: torch.Tensor, truth: Attention) -> None:
+    """What a check asks of an implementation whose sheet says that it is approximate."""
+    told = judge_grossly(TensorCheck("out", "plain", True, 1.0, 1.0), {"out": out}, Expectation({"out": truth.out}))
+    assert told.passed, told.message
+
+
 def truth_is_zero(true: torch.Tensor) -> torch.Tensor:
     return (true == 0).all(-1)
 
@@ -311,3 +323,12 @@ def names_that_ran(prepared: Prepared, inputs: Inputs, direction: str, device: D
             torch.cuda.synchronize()
     wanted = torch.autograd.DeviceType.CUDA if device.kind == "cuda" else torch.autograd.DeviceType.CPU
     return [event.name for event in profiler.events() if event.device_type == wanted]
+
+
+def test_an_approximate_implementation_is_held_to_what_its_check_asks(cpu):
+    _, truth = problem(Workload.parse("B2,H2,L64,D64,fp32"), cpu)
+    noise = truth.out.std() * torch.randn(truth.out.shape, generator=torch.Generator().manual_seed(0))
+    assert_not_grossly_wrong((truth.out + 0.05 * noise).float(), truth)
+    for wrong in (truth.out * 1.1, truth.out.roll(1, 1), truth.out + noise):
+        with pytest.raises(AssertionError, match=r"cosine with the truth|off by a factor"):
+            assert_not_grossly_wrong(wrong.float(), truth)

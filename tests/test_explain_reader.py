@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
 import resource
@@ -20,10 +21,12 @@ from attnscope.explaining import explain_trace
 from attnscope.reporting.explanation_html import explanations_page
 from attnscope.reporting.explanation_json import explanations_json
 from attnscope.reporting.explanation_text import render_explanation
-from attnscope.trace import Trace, parse_trace, read_trace
+from attnscope.trace import Op, Trace, parse_trace, read_trace
 from attnscope.trace import blocks as blocks_module
 from attnscope.trace import container as container_module
 from attnscope.trace import halves as halves_module
+from attnscope.trace.collector import Collector
+from attnscope.trace.container import Outcome
 from trace_builder import TraceBuilder
 
 
@@ -119,6 +122,60 @@ def test_two_processes_read_what_one_does(
     assert flat(together) == flat(alone) and together.problems == alone.problems
     assert [d.name for d in together.devices] == [d.name for d in alone.devices]
     assert together.has_environment == alone.has_environment == (how == "late environment")
+
+
+SMALL_READS = "import attnscope.trace.blocks as blocks; blocks.PACKED_BLOCK_BYTES = 256; blocks.BLOCK_BYTES = 4096; "
+
+
+def small_archives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archives of some kilobytes are read by two processes."""
+    monkeypatch.setattr(halves_module, "SMALLEST_PACKED_BYTES", 1000)
+    monkeypatch.setattr(halves_module, "_cores", lambda: 2)
+    monkeypatch.setattr(halves_module, "SECOND", SMALL_READS + halves_module.SECOND)
+    monkeypatch.setattr(blocks_module, "PACKED_BLOCK_BYTES", 256)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 4096)
+
+
+@pytest.mark.parametrize("how", ["whole", "cut", "damaged", "late environment", "from the middle earlier"])
+def test_two_processes_read_an_archive_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(change(written(sample()), how)))
+    alone = read_trace(path)
+    small_archives(monkeypatch)
+    read = halves_module.read_in_halves(path)
+    assert read is not None and read[1].whole > 100
+    together = read_trace(path)
+    assert flat(together) == flat(alone) and together.problems == alone.problems
+    assert together.has_environment == alone.has_environment == (how == "late environment")
+
+
+@pytest.mark.parametrize("kept", [0.4, 0.9])
+def test_a_damaged_archive_is_read_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float) -> None:
+    whole = gzip.compress(written(sample()))
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(whole[: int(kept * len(whole))])
+    alone = read_trace(path)
+    small_archives(monkeypatch)
+    assert halves_module.read_in_halves(path) is None
+    together = read_trace(path)
+    assert flat(together) == flat(alone) and together.problems == alone.problems
+    assert "damaged" in together.problems[0]
+
+
+def test_names_and_args_without_end_are_not_kept_by_the_second_process() -> None:
+    """It starts its tables anew, and the first follows."""
+    collector, answer, wanted = Collector(), io.BytesIO(), []
+    sender = halves_module._Sender(collector, answer)
+    for n in range(3):
+        ops = [Op(f"op {i}", 1, 2, ("1", "2"), raw_args=b'{"n": %d}' % i) for i in range(n * 60_000, (n + 1) * 60_000)]
+        wanted += [(op.name, op.raw_args) for op in ops]
+        collector.trace.ops += ops
+        sender.send(Outcome() if n == 2 else None)
+    assert len(sender._names) == len(sender._args) == 60_000
+    answer.seek(0)
+    read = Collector()
+    halves_module._joined(read, Outcome(), answer)
+    assert [(op.name, op.raw_args) for op in read.trace.ops] == wanted
 
 
 @pytest.mark.parametrize(

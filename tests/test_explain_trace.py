@@ -352,7 +352,7 @@ def test_an_amd_trace() -> None:
     card = {"id": 0, "name": "AMD Instinct MI300X", "computeMajor": 9, "computeMinor": 4, "numSms": 304, "warpSize": 64}
 
     def build(b: TraceBuilder) -> None:
-        outer = b.op("aten::scaled_dot_product_attention", tb.Q, tb.Q, tb.Q)
+        outer = b.op("aten::scaled_dot_product_attention", tb.Q, tb.Q, tb.Q, values=["", "0.", "False", "", "False"])
         with outer, b.op("aten::_scaled_dot_product_flash_attention", tb.Q, tb.Q, tb.Q):
             b.kernel(ATTN_FWD, 100, launch="hipModuleLaunchKernel", grid=(0, 0, 0), block=(0, 0, 0))
         with b.op("aten::mm", ("bf16", [8192, 1024]), ("bf16", [1024, 1024])):

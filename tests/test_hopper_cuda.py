@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 import threading
 
@@ -12,8 +13,8 @@ from attnscope import cuda
 from attnscope.device import Device, find_device
 from attnscope.errors import UsageError
 from attnscope.implementations import hopper_cuda
-from attnscope.implementations.hopper_cuda import configurations, launching
-from attnscope.implementations.hopper_cuda.configurations import USUAL, Configuration, usual
+from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
+from attnscope.implementations.hopper_cuda.configurations import CHOICES, Configuration, usual
 from attnscope.workload import Workload
 
 torch = pytest.importorskip("torch")
@@ -25,7 +26,7 @@ HOPPER = Device("cuda", "H100", capability=(9, 0), multiprocessors=132, l2_bytes
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3}  # of an element's error over its condition scale
 TINY = {"bf16": 1e-12, "fp16": 1e-4}  # fp16 has few bits left for weights below 6e-5
 LSE_TOLERANCE = 1e-5
-SMALL = Configuration(2, 64, 2, slack=8)  # quick to compile for a CPU
+SMALL = Configuration(2, 64, 2, slack=8, schedule="table", query_slots=2)  # quick to compile for a CPU
 
 
 @pytest.fixture
@@ -89,6 +90,13 @@ SHAPES = [
     ("B1,H1,L300,D64,bf16,window=40", Configuration(2, 64, 3)),
     ("B1,H1,L300,D64,bf16,causal,window=30,scale=0.3", Configuration(2, 64, 2, slack=8)),
     ("B1,H2,L150,S250,D72,bf16", None),
+    ("B1,H3,L400,D64,bf16,causal", Configuration(2, 64, 2, schedule="table")),
+    ("B1,H3,L400,D64,bf16,causal", Configuration(3, 64, 2, query_slots=2)),
+    (
+        "B1,H4/2,L400,S300,D128,bf16,causal=bottom_right",
+        Configuration(2, 64, 2, False, schedule="table", query_slots=2),
+    ),
+    ("B2,H2,L300,D64,fp16,window=70", Configuration(2, 32, 3, slack=8, schedule="table", query_slots=2)),
     ("B1,H2,L257,D96,bf16,causal", Configuration(2, 80, 2, ping_pong=False, slack=8, persistent=False, snake=False)),
     ("B1,H1,L150,S230,D192,bf16", None),
     ("B1,H1,L190,D64,bf16,causal", Configuration(3, 16, 3, slack=8)),
@@ -122,14 +130,18 @@ def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
         ),
         ("    wait_for_products<First ? 0 : 1>();\n", ""),
         ("    wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);\n", ""),
-        ("    wait_for(&barriers->q_empty, query_phase ^ 1);\n", ""),
-        ("wait_for(&barriers->q_full, query_phase);", ""),
+        ("    wait_for(&barriers->q_empty[query_ring.stage], query_ring.phase ^ 1);\n", ""),
+        ("wait_for(&barriers->q_full[own.queries.stage], own.queries.phase);", ";"),
         ("    publish_barriers();\n", ""),
         ("    wait_for_products<0>();\n", ""),
         ("{ wait_for(&barriers->v_full[values.stage], values.phase); }", "{}"),
-        ("if (last) release(&barriers->q_empty);", ""),
+        ("if (last) release(&barriers->q_empty[queries.stage]);", ""),
         ("pass<256>(FIRST_TURN);", ";"),
-        ("        query_phase ^= 1;\n", ""),
+        ("      if (work.begin < work.end) own.queries.next();\n", ""),
+        ("queries + query_ring.stage * QUERY_BYTES, *q", "queries, *q"),
+        ("query_operand + queries.stage * (QUERY_BYTES >> 4)", "query_operand"),
+        ("        turns.look_ahead();\n        copies", "        copies"),
+        ("      turns.look_ahead();  //", "  //"),
         ("(tile + 1) * KEYS > first + shape.reach; tile--)", "tile * KEYS > first + shape.reach; tile--)"),
     ],
 )
@@ -139,7 +151,12 @@ def test_the_emulator_sees_what_the_kernel_may_lack(emulated, tmp_path, monkeypa
     (tmp_path / "forward.cu").write_text(text.replace(stands, instead))
     monkeypatch.setattr(hopper_cuda, "SOURCE", tmp_path / "forward.cu")
     with pytest.raises(AssertionError):
-        check(emulated, "B1,H2,L300,S333,D64,bf16,causal=bottom_right", Configuration(2, 64, 2))
+        for slots in (1, 2):
+            check(
+                emulated,
+                "B1,H2,L300,S333,D64,bf16,causal=bottom_right",
+                Configuration(2, 64, 2, schedule="table", query_slots=slots),
+            )
 
 
 # --- its machine code -------------------------------------------------------------------------------------------------
@@ -187,12 +204,14 @@ def test_no_candidate_spills_or_serialises(head_dim):
 # --- what needs no kernel ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", sorted({limit for limit, _ in USUAL}))
+@pytest.mark.parametrize("limit", sorted({limit for limit, *_ in CHOICES}))
 def test_candidates_fit_and_the_usual_comes_first(limit):
-    for mask in ("", ",causal"):
-        workload = Workload.parse(f"H4,L512,D{limit},bf16{mask}")
+    for mask, length in itertools.product(("", ",causal", ",window=9"), (512, 2048)):
+        workload = Workload.parse(f"H4,L{length},D{limit},bf16{mask}")
         found = configurations.candidates(workload, HOPPER)
-        assert found[0] == usual(workload) and len(set(found)) == len(found) > 3
+        assert found[0] == usual(workload) and 3 <= len(set(found)) == len(found) <= 7
+        assert len(found) == len(configurations.choices(workload)), "an entry of CHOICES does not fit"
+        assert all(one.schedule in configurations.SCHEDULES for one in found)
         assert all(one.shared_bytes(limit) <= 227 * 1024 for one in found)
 
 
@@ -328,8 +347,43 @@ def test_threads_may_share_a_prepared_workload(counted):
 
 def test_longest_rows_come_first_within_what_the_cache_holds():
     full, causal = (Workload.parse(f"B4,H32,L8192,D128,bf16{mask}") for mask in ("", ",causal"))
-    assert hopper_cuda.section_heads(full, HOPPER) == 1
-    heads = hopper_cuda.section_heads(causal, HOPPER)
+    assert scheduling.section_heads(full, HOPPER) == 1
+    heads = scheduling.section_heads(causal, HOPPER)
     assert 1 < heads and heads & (heads - 1) == 0
-    assert heads * 2 * 8192 * 128 * 2 <= hopper_cuda.L2_SHARE * HOPPER.l2_bytes < 2 * heads * 2 * 8192 * 128 * 2
-    assert hopper_cuda.section_heads(causal.replace(B=1, H=2, L=64), HOPPER) == 2
+    assert heads * 2 * 8192 * 128 * 2 <= scheduling.L2_SHARE * HOPPER.l2_bytes < 2 * heads * 2 * 8192 * 128 * 2
+    assert scheduling.section_heads(causal.replace(B=1, H=2, L=64), HOPPER) == 2
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 132])
+@pytest.mark.parametrize(("heads", "section"), [(1, 1), (7, 2), (32, 8), (40, 64)])
+@pytest.mark.parametrize("lengths", [[1], [0, 0, 1, 2], list(range(1, 65)), [5, 9, 9, 9, 2]])
+def test_the_table_names_each_tile_once_and_balances(lengths, heads, section, blocks):
+    table = scheduling.balanced_order(lengths, heads, section, blocks)
+    assert len(table) % blocks == 0 and set(table[-blocks:]) == {scheduling.END}
+    columns = [table[block::blocks] for block in range(blocks)]
+    walked = [list(itertools.takewhile(lambda tile: tile >= 0, column)) for column in columns]
+    assert sorted(itertools.chain.from_iterable(walked)) == list(range(heads * len(lengths)))
+    costs = [
+        [scheduling.COSTS_A_KEY_TILE * lengths[t % len(lengths)] + scheduling.COSTS_A_TILE for t in column]
+        for column in walked
+    ]
+    loads = [sum(column) for column in costs]
+    assert max(loads) - min(loads) <= max(itertools.chain.from_iterable(costs))
+    for column, tiles in zip(costs, walked, strict=True):  # the longest of a section first
+        keys = [(tile // len(lengths) // section, -cost) for tile, cost in zip(tiles, column, strict=True)]
+        assert keys == sorted(keys)
+
+
+def test_long_causal_tiles_are_dealt_almost_evenly():
+    workload, configuration = (
+        Workload.parse("B2,H16,L8192,D128,bf16,causal"),
+        Configuration(2, 128, 3, schedule="table"),
+    )
+    lengths = scheduling.key_tiles(workload, configuration)
+    assert lengths == list(range(1, 65)) and configuration.by_table(workload)
+    table = scheduling.balanced_order(lengths, 32, scheduling.section_heads(workload, HOPPER), 132)
+    loads = [sum(2 * lengths[t % 64] + 3 for t in table[block::132] if t >= 0) for block in range(132)]
+    assert max(loads) <= 1.02 * sum(loads) / len(loads)
+    assert not configuration.by_table(workload.replace(causal=None))
+    assert not configuration.by_table(workload.replace(B=2**16))
+    assert not dataclasses.replace(configuration, persistent=False).by_table(workload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -423,6 +424,12 @@ class TestCommand:
         pytest.importorskip("cuda.core")
         done = invoke("forward", "--compile-only", "--arch", "sm_90")
         assert done.exit_code == 0 and re.search(r"forward_v4\s+softmax_one_warp_a_row\s+\d+\s+0 B", done.stdout)
+
+    def test_compiling_takes_the_rungs_that_are_named(self, invoke):
+        pytest.importorskip("cuda.core")
+        done = invoke("forward", "--compile-only", "--rungs", "v4", "--json")
+        assert done.exit_code == 0 and {one["rung"] for one in json.loads(done.stdout)} == {"forward_v4"}
+        assert isinstance(invoke("--compile-only", "--rungs", "v4").exception, UsageError)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from attnscope import reference
 from attnscope.device import find_device
 from attnscope.inputs import Inputs, make_inputs, torch_dtype
+from attnscope.random_workloads import PATTERNS
 from attnscope.reference import (
     EXACT,
     compute_attention,
@@ -25,7 +26,7 @@ from attnscope.reference import (
 )
 from attnscope.suites import SUITES
 from attnscope.workload import Workload
-from strategies import PATTERNS, workloads
+from strategies import workloads
 
 CPU = find_device("cpu")
 NOTHING = -1e300  # a score that no exponential survives

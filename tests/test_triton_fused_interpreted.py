@@ -1,8 +1,9 @@
 """triton_fused in Triton's interpreter, against the project's float64 reference and its budgets.
 
-Needs TRITON_INTERPRET=1 in the environment before triton is imported: ``make test`` runs this file, and the contract's
-tests of triton_fused, in a process of their own. The interpreter runs a tile in milliseconds, so shapes are tiny (a
-tile is 16 x 16, see ``choose_tiles``) and most workloads are judged on one forward and backward.
+Needs TRITON_INTERPRET=1 in the environment before triton is imported: ``make test`` runs the random workloads in
+processes of their own, ``make triton`` all of this file and the contract's tests of triton_fused. The interpreter runs
+a tile in milliseconds, so shapes are tiny (a tile is 16 x 16, see ``choose_tiles``) and most workloads are judged on
+one forward and backward.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from attnscope.implementations import triton_fused
 from attnscope.implementations.triton_fused import kernels as triton_fused_kernels
 from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
+from attnscope.random_workloads import Space, draw_workload
 from attnscope.records import TensorCheck
 from attnscope.workload import Workload
-from strategies import PATTERNS
 from triton_interpreter import needs_interpreter
 
 pytestmark = needs_interpreter
@@ -48,43 +49,22 @@ def failures(prepared: triton_fused.PreparedTritonFused, inputs: Inputs) -> list
     return [check for check in judge(tensors, expected, inputs.kind) if not check.passed]
 
 
+# Sizes on both sides of a tile's edge, few heads.
+SPACE = Space(
+    lengths=(1, 2, 7, 15, 16, 16, 17, 20, 33),
+    longest=33,
+    dims=(1, 3, 8, 16, 20),
+    dtypes=("fp32", "fp32", "fp16"),
+    bias_dtypes=("fp32", "fp16"),
+    heads=(1, 1, 1, 1, 2),
+    groups=(2,),
+    batches=(1, 1, 1, 1, 2),
+    max_pairs=33**2,  # a third tile for one head only
+)
+
+
 def random_workload(seed: int) -> Workload:
-    """Any mask, option, dtype and layout, sizes on both sides of a tile's edge; a few options at a time."""
-    draw = random.Random(seed)
-
-    def sometimes(value: Any, chance: float = 0.25) -> Any:
-        return value if draw.random() < chance else None
-
-    length = [1, 2, 7, 15, 16, 16, 17, 20, 33]
-    H_kv, group, B = draw.choice([*[(1, 1, 1)] * 6, (2, 1, 1), (1, 2, 1), (1, 2, 1), (1, 1, 2), (1, 1, 2)])
-    L = draw.choice([0, *length] if draw.random() < 0.1 else length)
-    S = L if draw.random() < 0.4 else draw.choice([0, *length] if draw.random() < 0.1 else length)
-    D = draw.choice([1, 3, 8, 16, 20])
-    fields: dict[str, Any] = {
-        "B": B, "H": H_kv * group, "H_kv": H_kv, "L": L, "S": S, "D": D,
-        "D_v": sometimes(draw.choice([1, 5, 16, 24]), 0.3) or D,
-        "dtype": draw.choice(["fp32", "fp32", "fp16"]),
-        "causal": draw.choice([None, "top_left", "bottom_right"]),
-        "window": sometimes(draw.choice([1, 3, 9, 17])),
-        "softcap": sometimes(draw.choice([0.7, 4.0, 30.0])),
-        "scale": sometimes(draw.choice([-0.3, 0.1, 1.0]), 0.2),
-        "alibi": draw.random() < 0.2,
-        "sinks": draw.random() < 0.2,
-        "mask": sometimes(draw.choice(PATTERNS), 0.2),
-        "dropout": sometimes(0.3, 0.15) or 0.0,
-        "layout": draw.choice(["bhld", "blhd"]),
-    }  # fmt: skip
-    if draw.random() < 0.25:
-        fields |= {"bias": draw.choice(["fp32", "fp16"]), "bias_shape": draw.choice(PATTERNS)}
-    ragged = draw.random()
-    if ragged < 0.15:
-        packed = tuple(draw.choice([0, 1, 5, 16, 19]) for _ in range(draw.randint(1, 3)))
-        fields |= {"B": 1, "L": sum(packed), "S": sum(packed), "packed": packed}
-    elif ragged < 0.35:
-        fields["lengths"] = tuple(draw.randint(0, S) for _ in range(B))
-    if fields["L"] == fields["S"] and group == 1 and fields["D_v"] == D and draw.random() < 0.3:
-        fields["layout"] = "qkv"
-    return Workload(**fields)
+    return draw_workload(random.Random(seed), SPACE)
 
 
 @pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
@@ -148,7 +128,7 @@ MUTANTS = {
     "dk takes one head of its group": ("kv * GROUP + GROUP)", "kv * GROUP + 1)", FULL),
     "dk lacks delta": ("(grad_p - delta_row[None, :])", "grad_p", FULL),
     "softcap is not differentiated": ("(grad_p - delta[:, None]) * slope_of_cap", "(grad_p - delta[:, None])", FULL),
-    "dropout is not made up for": ("tile * keep_scale, 0.0)", "tile, 0.0)", FULL),
+    "dropout is not made up for": ("sums * keep_scale", "sums * 1.0", FULL),
     "ALiBi forgets the offset": ("tl.abs(rows + offset - keys)", "tl.abs(rows - keys)", FULL),
     "a sink is forgotten": ('tl.where(top > -float("inf"), 1.0, total)', "total + 0.0", FULL),
     "dbias takes one batch entry": ("B // B_OUT)", "1)", FULL),

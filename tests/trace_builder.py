@@ -81,13 +81,18 @@ class TraceBuilder:
         self.now_ns += 5_000
 
     @contextmanager
-    def op(self, name: str, *tensors: tuple[str, list[int]], strides: list[list[int]] | None = None) -> Iterator[None]:
-        """A CPU op on tensors given as (dtype, shape)."""
+    def op(self, name: str, *tensors: tuple[str, list[int]], strides: list[list[int]] | None = None,
+           values: list[str] | None = None) -> Iterator[None]:  # fmt: skip
+        """A CPU op on tensors given as (dtype, shape), and then on numbers given as text."""
         args = {
             "Input type": [TORCH_DTYPES[dtype] for dtype, _ in tensors],
             "Input Dims": [shape for _, shape in tensors],
             "Input Strides": strides or [_contiguous(shape) for _, shape in tensors],
         }
+        if values is not None:
+            args["Concrete Inputs"] = [""] * len(tensors) + values
+            args["Input Dims"] = args["Input Dims"] + [[] for _ in values]
+            args["Input type"] = args["Input type"] + ["Scalar"] * len(values)
         with self._scope(name, "cpu_op", args):
             yield
 

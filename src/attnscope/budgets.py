@@ -30,6 +30,9 @@ SPREAD_FACTOR = 1.5  # of the whole tensor's RMS, and of its slope, over the twi
 # Rounding to nearest makes a relative error uniform in +-u/m for a mantissa m in [1, 2) that is log-uniform: its RMS is
 # u * sqrt(E[1/m**2] / 3), E[1/m**2] = 3 / (8 ln 2) (Benford's law for mantissas).
 NEAREST_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
+# A tensor core cuts off what lies a bit or two below the last one of the sum that it adds to (Fasi, Higham, Mikaitis,
+# Pranesh 2021, doi:10.7717/peerj-cs.330): for each term up to half of that last bit, on average half as much.
+TRUNCATION = 2.0**-23 / 2 / 2
 TF32_ROUNDOFF = 2.0**-11
 TF32_RMS = 2 * NEAREST_RMS * TF32_ROUNDOFF  # tensor cores may truncate: twice the error of rounding to nearest
 TANH_ERROR = 2.0**-10.987  # tanh.approx.f32's largest relative error (PTX ISA, tanh)
@@ -45,8 +48,10 @@ LOOSE_FIELDS = {"scores": "scores", "bias": "added", "sums": "sums"}  # a sheet'
 @dataclass(frozen=True)
 class Roundoff:
     """Relative error, RMS unless it says unit, of: what is stored; float32 arithmetic (unit); operands of products
-    (TF32, else 0); dbias as it is stored; then what a loose kernel rounds too (else 0): each step of the scores, what
-    is added to them, gradients after each tile. ``tiny`` is the storage type's absolute error."""
+    (TF32, else 0); dbias and dsinks (float32 or coarser) as they are stored; then what a loose kernel rounds too (else
+    0): each step of the scores, what is added to them, gradients after each tile. ``tiny`` is the storage
+    type's absolute error. ``truncation`` is what each term of a product may lose where a tensor core adds it up, always
+    towards 0: nothing on a CPU."""
 
     storage: float
     tiny: float
@@ -54,9 +59,11 @@ class Roundoff:
     half: bool
     operand: float
     grad_bias: float
+    grad_sinks: float
     scores: float = 0.0
     added: float = 0.0
     sums: float = 0.0
+    truncation: float = 0.0
 
     @classmethod
     def of(cls, inputs: Inputs, compute: str, rounds: frozenset[str] = frozenset()) -> Roundoff:
@@ -66,6 +73,7 @@ class Roundoff:
         dtype = inputs.workload.dtype
         info = torch.finfo(torch_dtype(dtype))
         storage = NEAREST_RMS * info.eps / 2
+        truncates = inputs.q.device.type == "cuda" and dtype != "fp64"
         bias = 0.0 if inputs.bias is None else NEAREST_RMS * torch.finfo(inputs.bias.dtype).eps / 2
         return cls(
             storage=storage,
@@ -74,6 +82,8 @@ class Roundoff:
             operand=TF32_RMS if compute == "tf32" else 0.0,
             half=dtype in ("bf16", "fp16"),
             grad_bias=max(bias, storage),
+            grad_sinks=max(NEAREST_RMS * torch.finfo(torch.float32).eps / 2, storage),
+            truncation=TRUNCATION if truncates else 0.0,
             **{field: storage for word, field in LOOSE_FIELDS.items() if word in rounds},
         )
 
@@ -114,6 +124,8 @@ def expect(inputs: Inputs, compute: str, rounds: frozenset[str] = frozenset(), *
         twin = compute_attention(inputs, precision=precision, backward=backward)
     if twin.dbias is not None and inputs.bias is not None:
         twin.dbias = twin.dbias.to(inputs.bias.dtype)
+    if twin.dsinks is not None and inputs.sinks is not None:
+        twin.dsinks = twin.dsinks.to(inputs.sinks.dtype)
     scales = {**truth.scales, "lse": 1 + finite(truth.lse).abs()}
     budgets = {
         name: _row_budget(name, exact, twin.tensors()[name], scales[name], model)
@@ -233,7 +245,9 @@ class ErrorModel(Work):
             common = common + chunk.sink.square() * self._sink_variance()
         noise = (2 * r.arithmetic * (1 + finite(chunk.lse).abs()[..., None])).square()  # of lse itself
         noise = noise + r.arithmetic**2 * p.shape[-1] / 6  # of the sum of exponentials
-        self._add("lse", rows, (common + 4 * noise).squeeze(-1))
+        # one way in all scores of a row: it moves lse, and goes out of the probabilities again
+        cut = (r.truncation * self.w.D * (p * chunk.raw.abs()).sum(-1, keepdim=True)).square() if r.truncation else 0.0
+        self._add("lse", rows, (common + 4 * noise + cut).squeeze(-1))
         rounded = r.stored(weights) + (r.arithmetic**2 * p.shape[-1] / 6) * weights.square()
         moved = weights.square() * spread
         out = (rounded + moved) @ v.square() - 2 * chunk.out * ((p * weights * spread) @ v)
@@ -347,7 +361,7 @@ class ErrorModel(Work):
 
     def finish(self) -> Attention:
         """The truth; adds the rounding of dbias and dsinks."""
-        for name in ("dbias", "dsinks"):
+        for name, unit in (("dbias", self.roundoff.grad_bias), ("dsinks", self.roundoff.grad_sinks)):
             if name in self.variance:
-                self.variance[name] += (self.roundoff.grad_bias * getattr(self.result, name)).square()
+                self.variance[name] += (unit * getattr(self.result, name)).square()
         return super().finish()

@@ -18,13 +18,14 @@ from typing import Any
 from attnscope.budgets import Expectation, expect
 from attnscope.device import Device
 from attnscope.diagnosis import describe_non_finite
-from attnscope.drawn_dropout import check_draws
-from attnscope.guards import Disturbance, bits, changed_inputs, fill, poisoned_memory, same_bits
+from attnscope.drawn_dropout import check_draws, enough_scores
+from attnscope.guards import SPIN_CYCLES, Disturbance, bits, changed_inputs, fill, poisoned_memory, same_bits
 from attnscope.implementation import Gradients, Implementation, Output, Prepared
 from attnscope.inputs import INPUT_KINDS, Inputs, Tensor, make_inputs, torch_dtype
 from attnscope.judging import factor_of, judge, judge_grossly
 from attnscope.records import CheckResult, TensorCheck
 from attnscope.reference import Sample, sample_heads, select
+from attnscope.strides import restride
 from attnscope.units import significant
 from attnscope.workload import DIRECTIONS, Workload
 
@@ -74,6 +75,8 @@ def check_implementation(
     repeat: bool = True,
     prepared: Prepared | None = None,
     cache: ReferenceCache | None = None,
+    strides: str = "plain",
+    spin_cycles: int = SPIN_CYCLES,
 ) -> CheckResult:
     """Check one implementation on one workload; whatever it raises is raised.
 
@@ -88,11 +91,16 @@ def check_implementation(
         repeat: whether to hold a claim of determinism against equal runs.
         prepared: what its ``prepare`` returned, if that was done before.
         cache: shared by checks of several implementations.
+        strides: how the inputs lie in memory, a word of :data:`attnscope.strides.STRIDES`.
+        spin_cycles: of a GPU, for which each call must wait before its inputs are there; longer than launching takes.
     """
     prepared = implementation.prepare(workload, device) if prepared is None else prepared
     if workload.dropout and implementation.sheet.draws_dropout:
-        return _check_with_draws(implementation, workload, device, seed, directions, kinds, quick, prepared, cache)
+        return _check_with_draws(
+            implementation, workload, device, seed, directions, kinds, quick, prepared, cache, strides, spin_cycles
+        )
     checker = _Checker(implementation, workload, device, tuple(directions), quick, prepared, cache or ReferenceCache())
+    checker.strides, checker.spin_cycles = strides, spin_cycles
     return checker.run(seed, kinds, repeat)
 
 
@@ -106,13 +114,18 @@ def _check_with_draws(
     quick: bool,
     prepared: Prepared,
     cache: ReferenceCache | None,
+    strides: str,
+    spin_cycles: int,
 ) -> CheckResult:
     """Exactness at p = 0, then statistics over draws: a mask that an implementation draws itself has no one truth."""
     exact = check_implementation(
         implementation, workload.replace(dropout=0.0), device, seed=seed, directions=directions, kinds=kinds,
-        quick=quick, cache=cache,
+        quick=quick, cache=cache, strides=strides, spin_cycles=spin_cycles,
     )  # fmt: skip
-    inputs = make_inputs(workload, device, seed)
+    if not enough_scores(workload):
+        few = "with it nothing was judged, since so few scores say little of chance"
+        return replace(exact, message=f"without dropout {exact.message}; {few}" if exact.passed else exact.message)
+    inputs = restride(make_inputs(workload, device, seed), strides)
     drawn = check_draws(prepared, inputs, backward="backward" in directions, quick=quick)
     failed = [check for check in drawn if not check.passed]
     passed = exact.passed and not failed
@@ -158,20 +171,27 @@ class _Checker:
         self.told: list[TensorCheck] = []  # errors against the tight budget, for the factor
         self.deterministic: dict[str, bool] = {}
         self.is_loose = False
+        self.strides, self.spin_cycles = "plain", SPIN_CYCLES
         self.previous: list[Tensor] = []
 
     def run(self, seed: int, kinds: Sequence[str], repeat: bool) -> CheckResult:
         """Every kind, then equal runs where the sheet claims determinism."""
         w = self.workload
         self.sample = sample_heads(w, seed, MAX_PAIRS[self.device.kind] // (4 if self.quick else 1))
-        working = make_inputs(w, self.device, seed + 1, kinds[0])
+        working = self._make_inputs(seed + 1, kinds[0])
         if len(kinds) == 1:  # so that a result kept from an earlier call is another one's
             self._calls(working, working.clone(), twice=False)
         for position, kind in enumerate(kinds):
-            self._check_kind(working, make_inputs(w, self.device, seed, kind), twice=position == 0)
+            self._check_kind(working, self._make_inputs(seed, kind), twice=position == 0)
         if repeat and self.sheet.deterministic and all(t.passed for t in self.found):
-            self._check_equal_runs(fill(working, make_inputs(w, self.device, seed, kinds[0])), kinds[0])
+            self._check_equal_runs(self._fill(working, self._make_inputs(seed, kinds[0])), kinds[0])
         return self._result(seed)
+
+    def _make_inputs(self, seed: int, kind: str) -> Inputs:
+        return restride(make_inputs(self.workload, self.device, seed, kind), self.strides)
+
+    def _fill(self, working: Inputs, pristine: Inputs) -> Inputs:
+        return fill(working, pristine, self.spin_cycles)
 
     def _check_kind(self, working: Inputs, pristine: Inputs, *, twice: bool) -> None:
         calls = self._calls(working, pristine, twice=twice)
@@ -192,7 +212,7 @@ class _Checker:
         """The calls that are timed, each on poisoned memory; inputs are compared after each."""
         calls = []
         if "forward" in self.directions:
-            inputs = fill(working, pristine)
+            inputs = self._fill(working, pristine)
             with poisoned_memory(inputs):
                 output = self.prepared.forward(inputs, save=False)
                 calls.append(self._outcome("forward", output, inputs))
@@ -200,7 +220,7 @@ class _Checker:
             calls[-1].problems += self._mutations("forward", inputs, pristine)
         if not self.backward:
             return calls
-        inputs = fill(working, pristine)
+        inputs = self._fill(working, pristine)
         with poisoned_memory(inputs):
             output = self.prepared.forward(inputs, save=True)
             calls.append(self._outcome("forward that saves", output, inputs))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscope.explain_cli import explain
+from attnscope.fuzz_cli import fuzz
 from attnscope.kernels_cli import kernels_app
 from attnscope.ladder_cli import ladder
 from attnscope.share_cli import share
@@ -172,6 +173,10 @@ def list_command(json: Json = False) -> None:
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="Records that compare wrote.")],
     html: Annotated[Path | None, typer.Option("--html", help="Where the page goes; default beside the first.")] = None,
+    ratio: Annotated[
+        str | None,
+        typer.Option("--ratio", help="Only this implementation against the best of its rivals, run by run."),
+    ] = None,
     json: Json = False,
     wide: Wide = False,
 ) -> None:
@@ -181,6 +186,11 @@ def report(
     if html is not None and any(html.resolve() == path.resolve() for path in runs):
         _fail_usage(f"--html must not be one of the records, got {html}")
     found = [run for path in runs for run in read_runs(path)]
+    if ratio is not None:
+        _show_ratios(found, ratio, json=json)
+        if html is not None:
+            _write_page(found, html, must=True)
+        return
     if json:
         from attnscope.reporting.document import run_document
 
@@ -241,6 +251,7 @@ def records_add(
 app.command()(explain)
 app.command()(why)
 app.command()(ladder)
+app.command()(fuzz)
 app.command()(view)
 app.command()(share)
 app.add_typer(kernels_app, name="kernels")
@@ -325,6 +336,13 @@ def _show(run: Run, *, json: bool, wide: bool, profiles: bool = False) -> None:
     print_run(run, console, wide=wide)
     if profiles:
         print_profiles(run, console)
+
+
+def _show_ratios(runs: list[Run], name: str, *, json: bool) -> None:
+    from attnscope.reporting.ratio import ratios_of, render_ratios
+
+    found = ratios_of(runs, name)
+    _print_json(found) if json else typer.echo("\n".join(map(render_ratios, found)), nl=False)
 
 
 def _write_page(runs: list[Run], path: Path, *, must: bool) -> None:

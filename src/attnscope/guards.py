@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from attnscope.inputs import Inputs, Tensor
+from attnscope.strides import own_memory
 
 # glibc's mallopt(M_PERTURB, value) fills what malloc hands out with the complement of value's low byte, and what free
 # takes back with that byte (mallopt(3)). 0x100 is not 0, which would switch it off, and its low byte is 0: fresh memory
@@ -118,7 +119,7 @@ def changed_inputs(inputs: Inputs, pristine: Inputs) -> list[str]:
     return [name for name, tensor in inputs.tensors().items() if not same_bits(tensor, before[name])]
 
 
-def fill(inputs: Inputs, pristine: Inputs) -> Inputs:
+def fill(inputs: Inputs, pristine: Inputs, spin_cycles: int = SPIN_CYCLES) -> Inputs:
     """Copies ``pristine``'s values into the memory of ``inputs``; returns them as a new Inputs object.
 
     So every kind of inputs lies at the same addresses, and a result kept by address is found out. On a GPU the call
@@ -131,13 +132,13 @@ def fill(inputs: Inputs, pristine: Inputs) -> Inputs:
         if inputs.q.device.type == "cuda":
             for name in FLOATS_FILLED:
                 if getattr(inputs, name) is not None:
-                    getattr(inputs, name).fill_(torch.nan)
+                    own_memory(getattr(inputs, name)).fill_(torch.nan)
             torch.cuda.synchronize(inputs.q.device)
-            torch.cuda._sleep(SPIN_CYCLES)
+            torch.cuda._sleep(spin_cycles)
         values = pristine.tensors()
         for name, tensor in inputs.tensors().items():
             if name != "qkv":
-                tensor.detach().copy_(values[name])
+                own_memory(tensor.detach()).copy_(own_memory(values[name]))
     return dataclasses.replace(inputs, kind=pristine.kind, seed=pristine.seed, visible_pairs=pristine.visible_pairs)
 
 

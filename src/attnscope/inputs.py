@@ -100,7 +100,7 @@ class Inputs:
         return by_geometry & self.mask
 
     def alibi_bias(self) -> Tensor | None:
-        """float32 (B or 1, H, L, S): ``-slope * |p - j|``; None without alibi."""
+        """(B or 1, H, L, S): ``-slope * |p - j|``, float32, of an fp64 workload float64; None without alibi."""
         import torch
 
         if self.alibi_slopes is None:
@@ -109,7 +109,8 @@ class Inputs:
         offsets = [w.query_offset(b) for b in range(w.B if w.lengths is not None else 1)]
         rows = torch.arange(w.L, device=self.q.device)[None] + torch.tensor(offsets, device=self.q.device)[:, None]
         distance = (rows[..., None] - torch.arange(w.S, device=self.q.device)).abs()
-        return -self.alibi_slopes[None, :, None, None] * distance[:, None]
+        slopes = self.alibi_slopes.double() if w.dtype == "fp64" else self.alibi_slopes
+        return -slopes[None, :, None, None] * distance[:, None]
 
 
 def make_inputs(workload: Workload, device: Device, seed: int = 0, kind: str = "plain") -> Inputs:

@@ -98,12 +98,12 @@ def survey(ask: Ask, *, report: Report) -> dict[str, dict[str, list[str]]]:
 
 def check(ask: Ask, name: str, directions: tuple[str, ...], *, report: Report) -> Checked:
     """Prepare, run once, check against float64, and name the kernels that ran."""
-    with _global_state_kept():
+    with global_state_kept():
         return _check(ask, name, directions, report)
 
 
 @contextlib.contextmanager
-def _global_state_kept() -> Iterator[None]:
+def global_state_kept() -> Iterator[None]:
     """What an implementation sets for all of torch must not fall on the next one."""
     import torch
 
@@ -116,7 +116,8 @@ def _global_state_kept() -> Iterator[None]:
         torch.set_num_threads(kept[1])
         torch.set_grad_enabled(kept[2])
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports torch's compiler
+            torch.use_deterministic_algorithms(deterministic)
 
 
 def _check(ask: Ask, name: str, directions: tuple[str, ...], report: Report) -> Checked:

@@ -203,24 +203,29 @@ def run_ladder(
     )
 
 
-def compile_ladder(architecture: str, direction: str | None = None, head_dim: int = 64) -> list[CompiledKernel]:
-    """Compile every kernel of every rung for one architecture; needs no GPU.
+def compile_ladder(
+    architecture: str, direction: str | None = None, rungs: str | None = None, head_dim: int = 64
+) -> list[CompiledKernel]:
+    """Compile every kernel of every rung, or of some of one direction, for one architecture; needs no GPU.
 
     Rungs that need a newer architecture than that, or another, are left out, as their reasons say.
 
     Raises:
+        UsageError: rungs are named without their direction.
+        UnknownName: a name is no rung of that direction.
         PrepareFailed: one does not compile, or NVRTC is missing.
     """
     from attnscope import cuda
-    from attnscope.implementations.cuda_ladder import FOLDER, RUNGS
+    from attnscope.implementations.cuda_ladder import FOLDER, LIBRARY_RUNGS, RUNGS
 
+    if rungs is not None and direction is None:
+        raise UsageError("--rungs needs a direction, got none\nhint: attnscope ladder forward --rungs v1")
     number = int("".join(c for c in architecture if c.isdigit()) or 0)
-    capability = (number // 10, number % 10)
+    card = Device("cuda", architecture, capability=(number // 10, number % 10))
     found = []
     for way in (direction,) if direction else tuple(RUNGS):
-        for kind in RUNGS[way]:
-            rung = kind()
-            if rung.sheet.device_reasons(Device("cuda", architecture, capability=capability)):
+        for rung in find_rungs(way, rungs):
+            if isinstance(rung, LIBRARY_RUNGS[way]) or rung.sheet.device_reasons(card):
                 continue
             exact = architecture + "a" if rung.sheet.below_capability else architecture
             for source, defines in rung.kernel_sources(head_dim, rung.default_block_size):

@@ -44,7 +44,7 @@ def ladder(
     from attnscope.records import to_builtins
 
     if compile_only:
-        kernels = stage.compile_ladder(arch, direction)
+        kernels = stage.compile_ladder(arch, direction, rungs)
         typer.echo(json_module.dumps(to_builtins(kernels)) if json else views.render_compiled(kernels))
         return
     if direction is None:

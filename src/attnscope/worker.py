@@ -41,7 +41,14 @@ class RemoteError(AttnscopeError):
 class Caller(Protocol):
     """Runs ``module:function`` with arguments; the function's ``report=`` calls arrive at ``on_report``."""
 
-    def call(self, function: str, *args: Any, timeout_s: float, on_report: Callable[[Any], None] | None = None) -> Any:
+    def call(
+        self,
+        function: str,
+        *args: Any,
+        timeout_s: float,
+        on_report: Callable[[Any], None] | None = None,
+        renew: bool = False,
+    ) -> Any:
         """Its return value. Raises WorkerFailed or RemoteError."""
 
     def close(self) -> None:
@@ -63,8 +70,15 @@ class Worker:
         self._connection: Connection[Any, Any] | None = None
         self._log: Path | None = None
 
-    def call(self, function: str, *args: Any, timeout_s: float, on_report: Callable[[Any], None] | None = None) -> Any:
-        """Run ``module:function(*args, report=...)`` in the child.
+    def call(
+        self,
+        function: str,
+        *args: Any,
+        timeout_s: float,
+        on_report: Callable[[Any], None] | None = None,
+        renew: bool = False,
+    ) -> Any:
+        """Run ``module:function(*args, report=...)`` in the child; with ``renew`` each report begins its time anew.
 
         Raises:
             WorkerFailed: the child died or took longer than ``timeout_s``; it is gone then.
@@ -82,6 +96,7 @@ class Worker:
                     raise WorkerFailed(f"took longer than its limit of {timeout_s:g} s and was stopped")
                 kind, body = connection.recv()
                 if kind == "report":
+                    deadline = time.monotonic() + timeout_s if renew else deadline
                     if on_report is not None:
                         on_report(body)
                 elif kind == "error":
@@ -161,9 +176,16 @@ class Worker:
 class InProcess:
     """The same calls in this process: for implementations that no other process can import."""
 
-    def call(self, function: str, *args: Any, timeout_s: float, on_report: Callable[[Any], None] | None = None) -> Any:
+    def call(
+        self,
+        function: str,
+        *args: Any,
+        timeout_s: float,
+        on_report: Callable[[Any], None] | None = None,
+        renew: bool = False,
+    ) -> Any:
         """Run it here; there is no protection from crashes and hangs."""
-        del timeout_s
+        del timeout_s, renew
         try:
             return load(function)(*args, report=on_report or (lambda body: None))
         except KeyboardInterrupt:

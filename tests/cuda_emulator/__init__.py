@@ -60,7 +60,9 @@ class EmulatedKernel:
         assert len(values) == len(self.types), f"{self.name} takes {len(self.types)} arguments, got {len(values)}"
         for value, kind, arg in zip(values, self.types, args, strict=True):
             if kind is ctypes.c_void_p:
-                assert hasattr(arg, "data_ptr"), f"{self.name}: a pointer is missing, got {value}"
+                assert hasattr(arg, "data_ptr") or isinstance(arg, ctypes.c_void_p), (
+                    f"{self.name}: a pointer is missing, got {value}"
+                )
             elif kind is EmulatedTensorMap:
                 assert isinstance(arg, EmulatedTensorMap), f"{self.name}: a tensor map is missing, got {arg!r}"
             elif kind is ctypes.c_longlong:
@@ -151,8 +153,11 @@ def _expand(path: Path) -> str:
             elif Path(included[1]).name in REPLACED:
                 found += lines(HERE / Path(included[1]).name)
             else:
-                beside = file.parent / included[1]
-                found += lines(beside if beside.exists() else HEADERS / beside.name)  # a test's copy has no headers
+                found += lines(
+                    file.parent / included[1]
+                    if (file.parent / included[1]).exists()
+                    else HEADERS / Path(included[1]).name
+                )
         return found
 
     real = (HEADERS / "device.cuh").read_text()
@@ -174,6 +179,9 @@ def encode_tensor_map(tensor: Any, dtype: str, rows: int, columns: int) -> Emula
     return found
 
 
-def bind(kernel: EmulatedKernel, grid: int, block: int, shared_bytes: int, args: tuple[Any, ...]) -> Any:
+def bind(
+    kernel: EmulatedKernel, device_index: int, grid: int, block: int, shared_bytes: int, args: tuple[Any, ...]
+) -> Any:
     """What hopper_cuda calls in place of :func:`launching.bind`."""
+    del device_index
     return lambda: kernel.launch((grid,), block, *args, shared_bytes=shared_bytes)

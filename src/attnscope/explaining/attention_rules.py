@@ -10,6 +10,7 @@ from attnscope.explaining.remedies import KEEP_16_BIT, fused_line, grouped_line
 from attnscope.explaining.shapes import SIGNATURES, Problem, count, first_shape
 from attnscope.explaining.sites import FAST_PATH, AttentionCall
 from attnscope.explaining.trace_facts import (
+    NEAR,
     TraceFacts,
     evidence,
     is_cast,
@@ -21,7 +22,6 @@ from attnscope.explaining.works import Work
 from attnscope.records import Finding
 from attnscope.units import format_us
 
-NEAR = 8  # works before a call in which its operands are made
 MOST_FLASH_D = 256
 MATH = "SDPA math"
 
@@ -41,8 +41,8 @@ def unfused_attention(facts: TraceFacts) -> Finding | None:
         )
     return Finding(
         id="unfused-attention",
-        sentence=f"{calls} attention calls run as separate kernels (product, softmax, product): the whole score matrix "
-        "is written to memory and read again between them.",
+        sentence=f"{calls} attention call{'s run' if calls != 1 else ' runs'} as separate kernels (product, softmax, "
+        "product): the whole score matrix is written to memory and read again between them.",
         evidence=site_evidence(sites),
         saving_us=saving,
         arithmetic=arithmetic,
@@ -118,7 +118,7 @@ def masked_fill_copy(facts: TraceFacts) -> Finding | None:
 
 def layout_copies(facts: TraceFacts) -> Finding | None:
     """Tensors are copied only to lie differently."""
-    copies = [work for work in _operand_copies(facts) if is_cast(work) is None and not _repeats(work)]
+    copies = [work for work in facts.operand_copies if is_cast(work) is None and not _repeats(work)]
     copies = [w for w in copies if not w.inside("aten::masked_fill") and _changes_layout(w) and not _own(w)]
     if not copies:
         return None
@@ -143,40 +143,13 @@ def _changes_layout(work: Work) -> bool:
     return work.inside("aten::contiguous", "aten::clone", "aten::reshape", "aten::flatten")
 
 
-def _operand_copies(facts: TraceFacts) -> list[Work]:
-    """Copies in attention calls, and those near them that are as large as an operand or the output."""
-    found: dict[Work, None] = {}
-    for site in facts.sites:
-        problem = site.first.problem
-        sizes = _operand_sizes(problem) if site.first.direction == "forward" else set()
-        for call in site.calls:
-            for work in call.works:
-                if work.role == "copy":
-                    found[work] = None
-            for work in (*facts.before(call, NEAR), *facts.after(call, 2)):
-                if work.role == "matmul":
-                    break
-                if work.role == "copy" and work.attributed and count(first_shape(work.op) or []) in sizes:
-                    found[work] = None
-    return list(found)
-
-
-def _operand_sizes(problem: Problem) -> set[int]:
-    if not problem.shaped:
-        return set()
-    B, H, L, S, D = problem.B or 0, problem.H or 0, problem.L or 0, problem.S or 0, problem.D or 0
-    H_kv, D_v = problem.H_kv or H, problem.D_v or D
-    return {B * H * L * D, B * H * L * D_v, B * H_kv * S * D, B * H_kv * S * D_v, B * H * S * D, B * H * S * D_v,
-            3 * B * H * L * D}  # fmt: skip
-
-
 def kv_repeated(facts: TraceFacts) -> Finding | None:
     """Grouped key/value heads are written out in full."""
     repeats: dict[Work, Problem] = {}
     for site in facts.sites:
         for call in site.calls:
             for work in (*facts.before(call, NEAR), *call.works):
-                if _repeats(work):
+                if _repeats(work) and _is_repeated(work, call.problem):
                     repeats.setdefault(work, call.problem)
     if not repeats:
         return None
@@ -192,9 +165,18 @@ def kv_repeated(facts: TraceFacts) -> Finding | None:
     )
 
 
+def _is_repeated(work: Work, problem: Problem) -> bool:
+    """Whether what it writes is as large as keys or values for all query heads; True where sizes are unknown."""
+    written = first_shape(work.op)
+    if written is None or not problem.shaped:
+        return True
+    rows = (problem.B or 0) * (problem.H or 0) * (problem.S or 0)
+    return count(written) in (rows * (problem.D or 0), rows * (problem.D_v or 0))
+
+
 def _repeats(work: Work) -> bool:
     """A copy that writes the same heads several times: a repeat_interleave, or one that reads along stride 0."""
-    if not work.attributed or work.role != "copy":
+    if work.role != "copy" or not work.attributed:
         return False
     if work.inside("aten::repeat_interleave"):
         return True
@@ -207,7 +189,7 @@ def _repeats(work: Work) -> bool:
 
 def dtype_casts(facts: TraceFacts) -> Finding | None:
     """Tensors change their dtype in or around attention."""
-    casts = [work for work in _operand_copies(facts) if is_cast(work)]
+    casts = [work for work in facts.operand_copies if is_cast(work)]
     if not casts:
         return None
     pairs = dict.fromkeys(f"{a} to {b}" for a, b in (is_cast(work) or ("", "") for work in casts))

@@ -16,6 +16,7 @@ from attnscope.explaining.shapes import product_sizes, tensor_dtypes
 from attnscope.explaining.trace_facts import TraceFacts, evidence, total
 from attnscope.explaining.works import MATMUL_OPS, Work
 from attnscope.records import Finding
+from attnscope.trace.events import DeviceEvent
 from attnscope.trace.names import CUDA_CORE, TENSOR_CORE, readable_name
 from attnscope.units import format_us, significant
 
@@ -52,7 +53,7 @@ def _takes_tf32(facts: TraceFacts, work: Work) -> bool:
 
 
 def _is_vector_product(work: Work) -> bool:
-    return "cuBLAS's matrix-vector" in work.meaning.unit_rule
+    return "matrix-vector" in (work.meaning.family or "")
 
 
 def _sizes_of(work: Work) -> tuple[int, int, int, int] | None:
@@ -84,9 +85,7 @@ def tf32_off(facts: TraceFacts) -> Finding | None:
     device = facts.device
     if facts.is_amd or device is None or (device.compute_major or 0) < 8:
         return None
-    slow = [
-        w for w in _products(facts, CUDA_CORE) if _is_single(w) and "cuBLAS's matrix-vector" not in w.meaning.unit_rule
-    ]
+    slow = [w for w in _products(facts, CUDA_CORE) if _is_single(w) and not _is_vector_product(w)]
     if not slow:
         return None
     saving, arithmetic = _product_saving(facts, slow, "tf32")
@@ -114,12 +113,16 @@ def matmul_off_tensor_cores(facts: TraceFacts) -> Finding | None:
         return None
     single = all(_is_single(work) for work in slow)
     remedy = "multiply bf16 or fp16 matrices whose sizes are multiples of 8"
+    sentence = "Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle."
+    if facts.is_amd:
+        sentence = "Matrix products run on the vector units; the matrix cores, several times faster, stay idle."
     if single:
-        remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...  # the card has no TF32'
+        remedy = 'with torch.autocast("cuda", dtype=torch.float16): ...'
+        remedy += "" if facts.is_amd else "  # the card has no TF32"
     saving, arithmetic = _product_saving(facts, slow, "half")
     return Finding(
         id="matmul-off-tensor-cores",
-        sentence="Matrix products run on CUDA cores; the tensor cores, several times faster, stay idle.",
+        sentence=sentence,
         evidence=(*evidence(slow), f"{short_name(readable_name(slow[0].name))}: {slow[0].meaning.unit_rule}"),
         saving_us=saving,
         arithmetic=arithmetic,
@@ -214,21 +217,18 @@ def occupancy_estimator(facts: TraceFacts) -> Finding | None:
 def occupancy_low(facts: TraceFacts) -> Finding | None:
     """A fused kernel's occupancy is low, and that is how it is meant."""
     lines: dict[str, float] = {}
+    known: dict[tuple[object, ...], str | None] = {}  # calls of a kernel are alike
     for work in facts.attention:
         event = work.event
         if event is None or work.role not in (FUSED, FUSED_BACKWARD) or not event.occupancy_shown:
             continue
-        properties = facts.trace.device(event.device)
-        blocks = resident_blocks(event, properties) if properties is not None else None
-        real = occupancy_percent(event, properties)
-        if not real or not blocks or event.block is None or max(event.occupancy_shown, real) > LOW_OCCUPANCY:
-            continue
-        shared = (event.shared_memory_bytes or 0) / 1024
-        line = (
-            f"{short_name(readable_name(work.name))}: {event.registers} registers × {math.prod(event.block)} threads "
-            f"and {shared:.0f} KiB a block leave room for {blocks} a multiprocessor: {significant(real)} %"
-        )
-        lines[line] = lines.get(line, 0.0) + work.us
+        alike = (work.name, event.grid, event.block, event.registers, event.shared_memory_bytes, event.occupancy_shown,
+                 event.device)  # fmt: skip
+        if alike not in known:
+            known[alike] = _low_occupancy(facts, work.name, event)
+        line = known[alike]
+        if line is not None:
+            lines[line] = lines.get(line, 0.0) + work.us
     if not lines:
         return None
     return Finding(
@@ -240,25 +240,43 @@ def occupancy_low(facts: TraceFacts) -> Finding | None:
     )
 
 
+def _low_occupancy(facts: TraceFacts, name: str, event: DeviceEvent) -> str | None:
+    """Why few warps of a kernel fit on a multiprocessor; None where many do, or where the trace does not say."""
+    properties = facts.trace.device(event.device)
+    blocks = resident_blocks(event, properties) if properties is not None else None
+    real = occupancy_percent(event, properties)
+    if not real or not blocks or event.block is None or max(event.occupancy_shown or 0.0, real) > LOW_OCCUPANCY:
+        return None
+    shared = (event.shared_memory_bytes or 0) / 1024
+    return (
+        f"{short_name(readable_name(name))}: {event.registers} registers × {math.prod(event.block)} threads "
+        f"and {shared:.0f} KiB a block leave room for {blocks} a multiprocessor: {significant(real)} %"
+    )
+
+
 def pageable_copies(facts: TraceFacts) -> Finding | None:
     """Copies between host and card through pageable memory."""
     copies = [work for work in facts.works if "ageable" in work.name and work.event and work.event.kind == "memcpy"]
     if total(copies) < LEAST_COPY_US:
         return None
     moved = sum(work.event.bytes_moved or 0 for work in copies if work.event)
-    rate, link = link_gb_per_s(facts.window.card)
-    after = moved / rate / 1e3
+    link = link_gb_per_s(facts.window.card)
+    after = moved / link[0] / 1e3 if link else 0.0
     known = 0 < after < total(copies)
+    arithmetic = "not estimated: the trace does not say how much was moved"
+    if link is None:
+        arithmetic = "not estimated: how fast the card's link to its host is depends on the module"
+    elif known:
+        arithmetic = f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at {link[0]:g} GB/s (pinned, {link[1]})"
     return Finding(
         id="pageable-copies",
         sentence="Data moves between host and card through pageable memory: slower than pinned, and the host waits.",
         evidence=(*evidence(copies), *([f"{moved / 1e6:,.1f} MB"] if moved else [])),
         saving_us=total(copies) - after if known else None,
-        arithmetic=f"{format_us(total(copies))} - {moved / 1e6:,.1f} MB at {rate:g} GB/s (pinned, {link})" if known
-        else "not estimated: the trace does not say how much was moved",
+        arithmetic=arithmetic,
         remedy="tensor.pin_memory() and .to(device, non_blocking=True); DataLoader(pin_memory=True)",
         confidence="medium",
-    )  # fmt: skip
+    )
 
 
 RULES = (

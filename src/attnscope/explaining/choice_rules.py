@@ -60,7 +60,15 @@ def _faster(facts: TraceFacts, site: Site) -> Estimate | None:
     first = site.first
     ran = KERNEL_OF.get(first.implementation)
     problem = first.problem
-    if ran is None or facts.card is None or problem.mask or not problem.shaped or is_deterministic(first):
+    if (
+        ran is None
+        or facts.card is None
+        or problem.mask
+        or problem.bottom_right
+        or problem.window
+        or not problem.shaped
+        or is_deterministic(first)
+    ):
         return None
     found = []
     order = kernels_for(problem, first.direction, facts.card)

@@ -17,7 +17,8 @@ class Window:
     ``lost`` are sentences on what the trace lacks or cannot show. ``unattributed_us`` is GPU time of which the trace
     does not say which op it was for, ``attention_us`` what attention took (some of it known by kernel names alone:
     ``inferred_us``); the rest is other work. ``attention_by`` splits ``attention_us`` by what it is known by, the
-    surest first. On a CPU trace the same figures are the ops' own times.
+    surest first. ``gpus`` is over how many cards ``busy_us`` is summed. On a CPU trace the same figures are the ops'
+    own times.
     """
 
     card: str | None
@@ -37,6 +38,7 @@ class Window:
     unattributed_us: float
     lost: tuple[str, ...] = ()
     attention_by: tuple[tuple[str, float], ...] = ()
+    gpus: int = 1
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,16 @@ def kernels_for(problem: Problem, direction: str, card: Card) -> tuple[str, ...]
     return tuple(found)
 
 
-def fused_estimate(problem: Problem, direction: str, card: Card, window: int | None = None) -> Estimate | None:
+def fused_estimate(
+    problem: Problem, direction: str, card: Card, window: int | None = None, *, masked: bool = False
+) -> Estimate | None:
     """The time of the kernel that PyTorch would take; None where sizes are unknown or no fused kernel fits.
 
-    ``window`` limits each row to so many keys (a sliding window whose mask the problem no longer carries).
+    ``masked``: a mask or bias tensor comes with it, which flash does not take. ``window`` limits each row to so many
+    keys (a sliding window whose mask the problem no longer carries).
     """
-    kernel = next(iter(kernels_for(problem, direction, card)), None)
+    fitting = (kernel for kernel in kernels_for(problem, direction, card) if kernel != FLASH or not masked)
+    kernel = next(fitting, None)
     us = None if kernel is None else kernel_us(problem, direction, card, kernel, window)
     return None if us is None or kernel is None else Estimate(us, kernel)
 

@@ -21,12 +21,12 @@ TRIANGLES = ("aten::tril", "aten::triu", "aten::tril_", "aten::triu_")
 COMPARISONS = ("aten::lt", "aten::le", "aten::gt", "aten::ge")
 ONES = ("aten::ones", "aten::ones_like", "aten::fill_")
 # What else makes or turns a mask of the scores' size; without a triangle or a comparison these may be anything.
-MAKERS = (
+MAKERS = frozenset((
     *TRIANGLES, *COMPARISONS, "aten::ones", "aten::ones_like", "aten::full", "aten::full_like", "aten::zeros",
     "aten::arange", "aten::logical_not", "aten::bitwise_not", "aten::logical_and", "aten::bitwise_and",
     "aten::logical_or", "aten::bitwise_or", "aten::__and__", "aten::__or__", "aten::where", "aten::masked_fill",
     "aten::masked_fill_", "aten::sub", "aten::abs",
-)  # fmt: skip
+))  # fmt: skip
 JOINS = (
     "aten::logical_and", "aten::bitwise_and", "aten::logical_or", "aten::bitwise_or", "aten::__and__", "aten::__or__",
 )  # fmt: skip
@@ -60,9 +60,8 @@ def mask_sizes(problem: Problem) -> list[int]:
 
 def made_masks(near: list[Work], problem: Problem) -> list[Work]:
     """The works before a call that make a mask of the scores' size: only where a triangle or a comparison is one."""
-    works = [work for work in near if work.ops and not work.replayed]
-    shapes = [_mask_shape(work, problem) for work in works]
-    makes = [work for work, shaped in zip(works, shapes, strict=True) if shaped and work.inside(*MAKERS)]
+    works = [work for work in near if not work.replayed and work.inside_any(MAKERS)]
+    makes = [work for work in works if _mask_shape(work, problem)]
     return makes if any(_decides(work, problem) for work in makes) else []
 
 

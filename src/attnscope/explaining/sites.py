@@ -7,37 +7,30 @@ product whose sizes fit each other (without sizes: with nothing but elementwise 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from attnscope.explaining.attention_ops import OWN_NAMES, is_backward, names_attention
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
 from attnscope.explaining.shapes import Problem, count, first_shape, problem_of, product_sizes, tensor_dtypes
 from attnscope.explaining.works import BATCHED_OPS, MATMUL_OPS, Sequence, Work
 from attnscope.trace.events import Op
+from attnscope.trace.names import MEMORY
 
-ATTENTION_OP = re.compile(
-    r"scaled_dot_product_|_flash_attention_|_efficient_attention_|_cudnn_attention_|efficient_attention_(forward|"
-    r"backward)|flex_attention|flash_attn|FlashAttn|unified_attention|xformers\S*attention|aiter\S*(mha|attn|attention)|"
-    r"_native_multi_head_attention|natten|_vllm_fa\d_C|flashinfer|paged_attention|sageattn"
-)
-NOT_ATTENTION_OP = "_fused_sdp_choice"
 FAST_PATH = "aten::_native_multi_head_attention"
 REACH = 60  # works between a product and its softmax
+# What stands between attention's products and its softmax. Where sizes tell nothing, anything else there says that the
+# softmax is another's: a router's is followed by a top-k, a sampler's by a draw.
+BETWEEN = frozenset((
+    "scale", "add", "mask", "select", "mask building", "elementwise", "fused elementwise", "comparison", "copy",
+    "layout copy", "fill", "dropout", "matmul",
+))  # fmt: skip
+BETWEEN_REDUCTION = re.compile(r"splitK|ReduceOp<bool|and_kernel")
+NEVER_BETWEEN = ("convolution", "communication", "normalisation", "routing", "expert matmul", "sampling", "loss")
 WRAPPERS = MATMUL_OPS | {"aten::softmax"}
 # A batched product that torch.compile generated: its scope names the operations fused into it, and no aten op.
 GENERATED_BMM = re.compile(r"^triton_tem_fused_\w*bmm")
-OWN_NAMES = (
-    ("_scaled_dot_product_flash_attention_for_cpu", "SDPA flash on the CPU"),
-    ("_scaled_dot_product_flash", "SDPA flash"),
-    ("_scaled_dot_product_efficient", "SDPA efficient"),
-    ("_scaled_dot_product_cudnn", "SDPA cuDNN"),
-    ("_scaled_dot_product_attention_math", "SDPA math"),
-    ("_scaled_dot_product_fused_attention_overrideable", "SDPA of another device"),
-    ("_flash_attention_", "flash (FlashAttention op)"),
-    ("_efficient_attention_", "efficient (op)"),
-)
 
 
 @dataclass(eq=False)
@@ -127,20 +120,15 @@ def _attention_op(work: Work) -> Op | None:
     """The outermost op around it that is attention. MultiheadAttention's fast path holds its projections too, and runs
     either an attention op within or products and a softmax, which are found as such."""
     for op in reversed(work.ops):
-        if _names_attention(op.name) and op.name != FAST_PATH:
+        if names_attention(op.name) and op.name != FAST_PATH:
             return op
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_attention(name: str) -> bool:
-    return ATTENTION_OP.search(name) is not None and NOT_ATTENTION_OP not in name
-
-
 def _call_of_op(op: Op, works: list[Work]) -> AttentionCall:
-    chain = dict.fromkeys(one for work in works for one in work.ops if _names_attention(one.name))
+    chain = dict.fromkeys(one for work in works for one in work.ops if names_attention(one.name))
     problem = next((p for p in (problem_of(one) for one in (op, *chain)) if p is not None), Problem())
-    backward = "ackward" in op.name or any(work.role == FUSED_BACKWARD for work in works)
+    backward = is_backward(op.name) or any(work.role == FUSED_BACKWARD for work in works)
     return AttentionCall(
         "op", op.name, "backward" if backward else "forward", _implementation([one.name for one in chain], works),
         works, problem, works[0].module, op=op,
@@ -172,7 +160,7 @@ def _calls_by_kernel(works: Sequence) -> list[AttentionCall]:
         elif work.replayed:
             name = "in a replayed graph"
         elif work.event is not None and work.event.launch is None:
-            name = "launched before the trace"
+            name = "launch not in the trace"
         else:
             name = "no op recorded"
         calls.append(AttentionCall("kernel", name, direction, family, [work], Problem(), work.module, inferred=True))
@@ -186,7 +174,7 @@ def _continues(last: AttentionCall, work: Work) -> bool:
         return False
     if before.ops[:1] != work.ops[:1]:
         return False
-    return last.direction == "backward" or "combine" in work.name.lower()
+    return last.direction == "backward" or work.meaning.unit == MEMORY
 
 
 # --- product, softmax, product ---------------------------------------------------------------------------------------
@@ -203,7 +191,11 @@ def _unfused_calls(sequence: Sequence) -> list[AttentionCall]:
         for shape in _softmax_shapes(work):
             first = _product(sequence, index, -1, shape, end, wanted)
             last = _product(sequence, index, +1, shape, end, wanted)
-            if first is not None and last is not None:
+            if (
+                first is not None
+                and last is not None
+                and (shape is not None or backward or _agree(sequence[first], sequence[last]))
+            ):
                 break
         else:
             continue
@@ -233,14 +225,17 @@ def _softmax_op(work: Work) -> Op | None:
 
 def _product(sequence: Sequence, index: int, step: int, shape: list[int] | None, least: int, wanted: int) -> int | None:
     """The farthest of the ``wanted`` nearest batched products on one side of a softmax whose sizes fit; or None."""
-    found, best = 0, None
+    found, best, strange = 0, None, False
     position = index + step
     while least <= position < len(sequence) and abs(position - index) <= REACH:
         work = sequence[position]
-        if work.role.startswith("softmax") or work.in_attention:
+        if work.role.startswith("softmax") or work.in_attention or work.role in NEVER_BETWEEN:
             break
+        strange = strange or (shape is None and not _may_stand_between(work))
         if work.role == "matmul":
             fits = _fits(work, shape, after=step > 0, gradient=wanted > 1)
+            if strange and _batched_sizes(work) is None:
+                break  # nothing but the order of kernels speaks for it, and that is not enough
             if fits:
                 best, found = position, found + 1
                 if found == wanted:
@@ -251,6 +246,10 @@ def _product(sequence: Sequence, index: int, step: int, shape: list[int] | None,
                 break
         position += step
     return best
+
+
+def _may_stand_between(work: Work) -> bool:
+    return work.role in BETWEEN or (work.role == "reduction" and BETWEEN_REDUCTION.search(work.name) is not None)
 
 
 def _is_batched(work: Work) -> bool:
@@ -278,6 +277,20 @@ def _fits(work: Work, shape: list[int] | None, *, after: bool, gradient: bool) -
     if gradient:
         return makes or takes
     return takes if after else makes
+
+
+def _batched_sizes(work: Work) -> tuple[int, int, int, int] | None:
+    op = None if work.replayed else next((one for one in work.ops if one.name in BATCHED_OPS), None)
+    return product_sizes(op) if op is not None else None
+
+
+def _agree(first: Work, last: Work) -> bool:
+    """Whether the second product takes a matrix of the sizes that the first one makes; True where sizes are unknown."""
+    made, taking = _batched_sizes(first), _batched_sizes(last)
+    if made is None or taking is None:
+        return True
+    (n, rows, _, columns), (batch, left, inner, right) = made, taking
+    return n == batch and sorted((rows, columns)) in (sorted((left, inner)), sorted((inner, right)))
 
 
 def _outer(work: Work) -> Op | None:

@@ -15,7 +15,7 @@ from attnscope.explaining.expected import short_name
 from attnscope.explaining.explanation import Window
 from attnscope.explaining.fused_times import Card, Estimate, fused_estimate
 from attnscope.explaining.peaks import Peaks
-from attnscope.explaining.shapes import Problem, tensor_dtypes
+from attnscope.explaining.shapes import Problem, count, first_shape, operand_sizes, tensor_dtypes
 from attnscope.explaining.sites import AttentionCall, Site
 from attnscope.explaining.works import Sequence, Work
 from attnscope.records import Finding
@@ -27,6 +27,9 @@ MASKING_OPS = (
     "aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::add", "aten::add_", "aten::baddbmm",
 )  # fmt: skip
 GENERATED_MASKING = re.compile(r"triton_\w*(masked_fill|where)")
+CAUSAL_SOFTMAX = "upper_triang_masked_softmax"  # Megatron's and Apex's, which masks what lies above the diagonal
+NEAR = 8  # works before a call in which its operands are made
+NEAR_AFTER = 2  # works behind a call in which its output is copied
 CAST_NEAR = 6  # works before and after a call in which its operands and results are cast
 EVIDENCE_LINES = 5
 USUAL_MULTIPROCESSORS = 108  # where the trace does not say
@@ -70,11 +73,20 @@ class TraceFacts:
     def is_amd(self) -> bool:
         """Whether the trace comes from an AMD card."""
         named = any("AMD" in device.name or device.warp_size == 64 for device in self.trace.devices)
-        return named or any(key in self.trace.meta for key in AMD_KEYS)
+        called = any(
+            event.launch is not None and event.launch.name.startswith("hip") for event in self.trace.device_events
+        )
+        return named or called or any(key in self.trace.meta for key in AMD_KEYS)
 
     @cached_property
     def _places(self) -> dict[int, tuple[Sequence, int]]:
-        return {id(work): (sequence, at) for sequence in self.sequences for at, work in enumerate(sequence)}
+        """Where each work of attention stands."""
+        return {
+            id(work): (sequence, at)
+            for sequence in self.sequences
+            for at, work in enumerate(sequence)
+            if work.in_attention
+        }
 
     def before(self, call: AttentionCall, reach: int) -> list[Work]:
         """What the same thread launched just before a call, the nearest first, up to the next attention."""
@@ -97,6 +109,23 @@ class TraceFacts:
         return found
 
     @cached_property
+    def operand_copies(self) -> list[Work]:
+        """Copies in attention calls, and those near them that are as large as an operand or the output."""
+        found: dict[Work, None] = {}
+        for site in self.sites:
+            sizes = operand_sizes(site.first.problem) if site.first.direction == "forward" else set()
+            for call in site.calls:
+                for work in call.works:
+                    if work.role == "copy":
+                        found[work] = None
+                for work in (*self.before(call, NEAR), *self.after(call, NEAR_AFTER)):
+                    if work.role == "matmul":
+                        break
+                    if work.role == "copy" and work.attributed and count(first_shape(work.op) or []) in sizes:
+                        found[work] = None
+        return list(found)
+
+    @cached_property
     def card(self) -> Card | None:
         """The card, where its rates are known."""
         device = self.device
@@ -107,15 +136,22 @@ class TraceFacts:
         sizes = (multiprocessors or USUAL_MULTIPROCESSORS, capability or USUAL_CAPABILITY)
         return Card(self.window.card or "", self.peaks, *sizes, self.is_amd)
 
-    def fused(self, problem: Problem, direction: str, window: int | None = None) -> Estimate | None:
-        """The fused kernel that PyTorch would take for a problem without a mask tensor, and about its time."""
-        return None if self.card is None else fused_estimate(problem, direction, self.card, window)
+    def fused(
+        self, problem: Problem, direction: str, window: int | None = None, *, masked: bool = False
+    ) -> Estimate | None:
+        """The fused kernel that PyTorch would take for a problem, and about its time."""
+        return None if self.card is None else fused_estimate(problem, direction, self.card, window, masked=masked)
 
     def fused_saving(self, sites: Iterable[Site]) -> tuple[float | None, str]:
         """What fusing these sites would save, with its arithmetic."""
         sites = list(sites)
         meant = {site: self.problem_meant(site) for site in sites}
-        saving, arithmetic = self.saving_by(sites, lambda site: self.fused(meant[site], site.first.direction))
+        saving, arithmetic = self.saving_by(
+            sites,
+            lambda site: self.fused(
+                meant[site], site.first.direction, masked=not meant[site].causal and adds_mask(site.first)
+            ),
+        )
         if saving is not None and any(
             problem.causal and not site.first.problem.causal for site, problem in meant.items()
         ):
@@ -136,7 +172,8 @@ class TraceFacts:
             half = self._dtype_outside(first)
             if half is not None:
                 return replace(first.problem, dtype=half, causal=first.problem.causal or masks_alike(first))
-        return replace(first.problem, causal=True) if masks_alike(first) else first.problem
+        triangle = any(CAUSAL_SOFTMAX in work.name for work in first.works)
+        return replace(first.problem, causal=True) if triangle or masks_alike(first) else first.problem
 
     def saving_by(self, sites: Iterable[Site], estimate: Callable[[Site], Estimate | None]) -> tuple[float | None, str]:
         """What the estimated kernels would save at these sites, with its arithmetic; a site that would gain nothing
@@ -186,6 +223,23 @@ def masks_alike(call: AttentionCall) -> bool:
             counts = [math.prod(shape) for shape in op.shapes or [] if shape[-2:] == [problem.L, problem.S]]
             if scores > pairs and scores in counts and pairs in counts:
                 return True
+    return False
+
+
+def adds_mask(call: AttentionCall) -> bool:
+    """Whether unfused attention puts a mask or a bias of queries × keys on its scores."""
+    problem = call.problem
+    if call.how != "unfused" or not problem.shaped:
+        return False
+    for work in call.works:
+        op = work.op if not work.replayed else None
+        if op is None or op.name not in MASKING_OPS:
+            continue
+        if op.name == "aten::baddbmm" and (op.values[3:4] or ["0"])[0] in ("0", "0."):
+            continue  # its first operand is a place only
+        tensors = [shape for shape in op.shapes or [] if shape]
+        if sum(shape[-1] == problem.S for shape in tensors) >= 2:
+            return True
     return False
 
 

@@ -41,7 +41,8 @@ def call_site(site: Site, peaks: Peaks | None, asked: Asked) -> CallSite:
     """A site's figures. Work per second is that of the median call."""
     first, times = site.first, [call.us for call in site.calls]
     middle = median(times)
-    flops = first.problem.flops(first.direction)
+    unknown = first.how == "op" and first.problem.causal is None  # half of it or all of it: no figure
+    flops = None if unknown else first.problem.flops(first.direction)
     rate = flops / middle / 1e6 if flops and middle > 0 else None
     peak = peak_rate(site, peaks)
     return CallSite(

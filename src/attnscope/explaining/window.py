@@ -15,7 +15,7 @@ from attnscope.explaining.explanation import Window
 from attnscope.explaining.works import KNOWN_BY, Sequence, Work
 from attnscope.trace.events import STEP_NAME, DeviceEvent, Trace
 
-KERNEL_LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch|aunchKernel")
+KERNEL_LAUNCH = re.compile(r"aunchKernel|LaunchCooperativeKernel|ModuleLaunch|KernelLaunch")
 VERSIONS = (
     ("torch_version", "torch"), ("pytorch_version", "torch"), ("PYTORCH_VERSION", "torch"),
     ("cuda_runtime_version", "CUDA runtime"), ("cuda_driver_version", "CUDA driver"),
@@ -28,9 +28,11 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
     """The trace's figures. The works must have been marked by ``find_sites``."""
     works = [work for sequence in sequences for work in sequence]
     on_gpu = bool(trace.device_events)
-    total = sum(work.duration_ns for work in works)
+    total = sum([work.duration_ns for work in works])
     attention = [work for work in works if work.in_attention]
-    unattributed = [work for work in works if not work.in_attention and not work.attributed]
+    unattributed = [
+        work for work in works if not work.in_attention and (work.replayed or not work.ops or work.untold)
+    ]
     kinds = [event.kind for event in trace.device_events]
     annotations = trace.annotations
     calls = Counter([call.name for call in trace.runtime_calls])
@@ -52,6 +54,7 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
         unattributed_us=sum(work.us for work in unattributed),
         lost=_lost(trace, works),
         attention_by=_known_by(attention),
+        gpus=max(len({event.device for event in trace.device_events} - {None}), 1),
     )
 
 
@@ -93,8 +96,20 @@ def busy_ns(events: Iterable[DeviceEvent]) -> int:
 
 
 def launched_before(trace: Trace) -> list[DeviceEvent]:
-    """Device events without a launch in the trace."""
-    return [event for event in trace.device_events if event.launch is None]
+    """Device events without a launch that came before all that was launched in the trace: a stream keeps order."""
+    if not any(call.launches for call in trace.runtime_calls):
+        return []
+    first: dict[tuple[int | None, int | None], int] = {}
+    for event in trace.device_events:
+        if event.launch is not None:
+            first.setdefault((event.device, event.stream), event.start_ns)
+    unlinked = [event for event in trace.device_events if event.launch is None]
+    return [event for event in unlinked if event.start_ns <= first.get((event.device, event.stream), event.start_ns)]
+
+
+def not_recorded(trace: Trace) -> int:
+    """Device events whose launch the trace should hold and does not."""
+    return sum(event.launch is None for event in trace.device_events) - len(launched_before(trace))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,6 +185,15 @@ def _lost(trace: Trace, works: list[Work]) -> tuple[str, ...]:
         said.append(
             f"{len(orphans):,} of {len(trace.device_events):,} device events have no launch in the trace: they were "
             f"launched before it began ({time:,.3g} ms)"
+        )
+    launching = any(call.launches for call in trace.runtime_calls)
+    if trace.device_events and not launching:
+        said.append("the trace holds no launches: what each kernel was for is lost")
+    elif unrecorded := not_recorded(trace):
+        said.append(
+            f"{unrecorded:,} of {len(trace.device_events):,} device events have no launch in the trace though they "
+            "came after it began: their launches were not recorded (as those of Triton kernels in old PyTorch), so "
+            "what they were for is lost"
         )
     lost, captured = lost_launches(trace), captures(trace)
     if captured:

@@ -126,7 +126,8 @@ def launched_before_window(facts: TraceFacts) -> Finding | None:
     orphans = launched_before(facts.trace)
     if not orphans:
         return None
-    works = [work for work in facts.works if work.event is not None and work.event.launch is None]
+    before = {id(event) for event in orphans}
+    works = [work for work in facts.works if work.event is not None and id(work.event) in before]
     return Finding(
         id="launched-before-window",
         sentence=f"{len(orphans):,} of {len(facts.trace.device_events):,} device events were launched before the "

@@ -115,7 +115,7 @@ def _of_call(call: AttentionCall) -> Asked:
     known: dict[str, Any] = {
         "B": problem.B, "H": problem.H, "H_kv": problem.H_kv or problem.H, "L": problem.L, "S": problem.S,
         "D": problem.D, "D_v": problem.D_v or problem.D, "dtype": problem.dtype, "layout": layout or "bhld",
-        "causal": "top_left" if problem.causal else None,
+        "causal": ("bottom_right" if problem.bottom_right else "top_left") if problem.causal else None,
     }  # fmt: skip
     workload = Workload(**known | fields)
     return Asked(str(workload), tuple(assumed))
@@ -132,6 +132,8 @@ def _why_not(call: AttentionCall) -> str | None:
         return "its dtype is not in the trace" if problem.dtype is None else f"no workload has dtype {problem.dtype}"
     if problem.dropout:
         return f"dropout={problem.dropout:g} draws random numbers, so that no result can be checked against another"
+    if problem.window is not None:
+        return "it sees a window of keys, which PyTorch's SDPA has no word for"
     if 0 in (problem.B, problem.L, problem.S):
         return "it is empty"
     return None

@@ -51,6 +51,14 @@ BY_NAME = "kernel names only"
 KNOWN_BY = (BY_OP, BY_CAPTURE, BY_COMPILER, BY_NAME)
 GENERATED = ("triton_", "cpp_fused")
 KEPT_IN_MATMUL = frozenset(("fill", "copy", "reduction", "layout copy"))
+UNNAMED_TEMPLATE = re.compile(r"^triton_tem_(fused_)?\d+$")
+# Ops whose names are known to be no attention where they are not taken for it: PyTorch's own, and by what they say.
+KNOWN_LIBRARIES = ("aten::", "torchvision::", "fbgemm::", "nccl:", "c10d::", "record_param_comms", "Optimizer.")
+OTHERWISE_NAMED = re.compile(
+    r"norm|silu|gelu|relu|act_and_mul|rotary|rope|embed|moe|topk|router|quant|gemm|_mm\b|linear|conv|loss|entropy|adam|"
+    r"optimizer|reduce|gather|scatter|cache|sampl|dropout|mlp|copy|mamba|ssm|scan",
+    re.IGNORECASE,
+)
 LOG_SOFTMAX = re.compile(r"LogSoft[mM]ax|log_softmax")
 
 
@@ -89,6 +97,19 @@ class Work(msgspec.Struct, eq=False):
         return bool(self.ops) and not self.replayed
 
     @property
+    def untold(self) -> bool:
+        """Whether neither the op that launched it nor its name says what it did: a library's op that is not known with
+        a kernel that is not known, or a template that torch.compile left unnamed."""
+        if not self.ops or self.meaning.role is not None or self.role != UNKNOWN:
+            return False
+        name = self.ops[0].name
+        if UNNAMED_TEMPLATE.match(name) or UNNAMED_TEMPLATE.match(self.name):
+            return True
+        if self.meaning.family is not None or name.startswith(KNOWN_LIBRARIES) or name.startswith(GENERATED):
+            return False
+        return OTHERWISE_NAMED.search(name) is None
+
+    @property
     def known_by(self) -> str:
         """What its place in the program is known by, the surest first; one of ``KNOWN_BY``."""
         if not self.attributed:
@@ -101,6 +122,13 @@ class Work(msgspec.Struct, eq=False):
         """Whether an op of one of these names is around it."""
         return any(op.name in names for op in self.ops)
 
+    def inside_any(self, names: frozenset[str]) -> bool:
+        """The same for a set of many names."""
+        for op in self.ops:  # noqa: SIM110  # asked of nearly all work: half the time of any()
+            if op.name in names:
+                return True
+        return False
+
 
 Sequence = list[Work]
 
@@ -112,6 +140,7 @@ def all_work(trace: Trace) -> list[Sequence]:
 
 def _device_work(trace: Trace) -> list[Sequence]:
     meanings: dict[str, Meaning] = {}
+    roles: dict[tuple[str, str, str], str] = {}
     captured = captured_launches(trace)
     around: dict[int, tuple[tuple[Op, ...], str | None]] = {0: ((), None)}
     sequences: dict[tuple[object, ...], list[tuple[int, Work]]] = {}
@@ -123,14 +152,20 @@ def _device_work(trace: Trace) -> list[Sequence]:
             if len(meanings) < MOST_NAMES:
                 meanings[name] = meaning
         capture = captured.get(id(event)) if captured else None
-        op = event.op if capture is None else capture.op
+        made = launch if capture is None else capture
+        op = made.op if made is not None else None
         place = id(op) if op is not None else 0
         known = around.get(place)
         if known is None and op is not None:
             known = around[place] = _around(op)
         ops, module = known or around[0]
         unknown = replayed and capture is None
-        role = role_of(event, meaning, () if unknown else ops)
+        doing = (name, event.kind, "" if unknown or not ops else ops[0].name)
+        role = roles.get(doing)
+        if role is None:
+            role = role_of(event, meaning, () if unknown else ops)
+            if len(roles) < MOST_NAMES:
+                roles[doing] = role
         work = Work(name, role, event.start_ns, event.duration_ns, ops, meaning, event, module, unknown)
         work.captured = capture is not None
         if replayed:

@@ -22,6 +22,7 @@ IMPLEMENTATIONS: tuple[tuple[str, str], ...] = (
     ("xformers", "attnscope.implementations.xformers:Xformers"),
     ("sage", "attnscope.implementations.sage:Sage"),
     ("triton_fused", "attnscope.implementations.triton_fused:TritonFused"),
+    ("hopper", "attnscope.implementations.hopper:Hopper"),
     ("hopper_cuda", "attnscope.implementations.hopper_cuda:HopperCuda"),
     ("forward_v1", "attnscope.implementations.cuda_ladder:ForwardV1"),
     ("forward_v2", "attnscope.implementations.cuda_ladder:ForwardV2"),

@@ -89,12 +89,14 @@ def leaves_of(inputs: Inputs) -> dict[str, Tensor]:
 def autograd_backward(inputs: Inputs, saved: Saved, grad_out: Tensor | None = None) -> Gradients:
     """Gradients of ``sum(out * grad_out)``; the graph is kept, so that it may be called again.
 
-    ``grad_out`` is that of ``inputs``, or a copy of it that a library can read.
+    ``grad_out`` is that of ``inputs``, or a copy of it that a library can read. What the forward did not look at, as a
+    bias where there is no query, has a gradient of 0.
     """
     import torch
 
     grad_out = inputs.grad_out if grad_out is None else grad_out
-    grads = torch.autograd.grad(saved.out, list(saved.leaves.values()), grad_out, retain_graph=True)
+    leaves = list(saved.leaves.values())
+    grads = torch.autograd.grad(saved.out, leaves, grad_out, retain_graph=True, materialize_grads=True)
     return Gradients(**{f"d{name}": grad for name, grad in zip(saved.leaves, grads, strict=True)})
 
 

@@ -19,6 +19,7 @@ from attnscope.units import format_us, significant
 WIDTH = 80
 LABEL = 14
 SITES_SHOWN = 10
+CHANGES_SHOWN = 30
 OVERLAP = "sorted by what each could save; savings overlap, so they do not add up"
 
 
@@ -39,7 +40,7 @@ def render_difference(difference: Difference) -> str:
     lines += _row("GPU busy", f"{format_us(before.window.busy_us)} -> {format_us(after.window.busy_us)}")
     lines += _row("attention", f"{format_us(before.window.attention_us)} -> {format_us(after.window.attention_us)}")
     lines += ["", "Attention call sites, time of a call before -> after"]
-    for change in difference.changes:
+    for change in difference.changes[:CHANGES_SHOWN]:
         sides = [change.before, change.after]
         times = " -> ".join(format_us(side.median_us) if side else "not there" for side in sides)
         ratio = f"  (× {significant(change.ratio)})" if change.ratio is not None else ""
@@ -49,6 +50,8 @@ def render_difference(difference: Difference) -> str:
         lines += _wrapped(clean(" -> ".join(names)), "    ")
         calls = " -> ".join(str(side.calls) if side else "0" for side in sides)
         lines += _wrapped(f"calls {calls}", "    ") if len(set(calls.split(" -> "))) > 1 else []
+    if len(difference.changes) > CHANGES_SHOWN:
+        lines += ["", f"  and {len(difference.changes) - CHANGES_SHOWN} more (--json holds all)"]
     if not difference.changes:
         lines.append("  none in either trace")
     lines.append("")
@@ -73,7 +76,8 @@ def window_facts(window: Window) -> list[tuple[str, str]]:
     steps = f", {window.steps} profiler step{'s' if window.steps != 1 else ''}" if window.steps else ""
     facts.append(("span", format_us(window.span_us) + steps))
     if window.on_gpu:
-        busy = f"{format_us(window.busy_us)}, {share(window.busy_us, window.span_us)} of the span"
+        busy = f"{format_us(window.busy_us)}, {share(window.busy_us, window.span_us * window.gpus)} of the span"
+        busy += f" on average of {window.gpus} GPUs" if window.gpus > 1 else ""
         facts.append(("GPU busy", f"{busy} (union of intervals; the plain sum is {format_us(window.sum_us)})"))
         facts.append(
             ("work", f"{window.launches:,} launches, {window.kernels:,} kernels, {window.copies:,} copies, "

@@ -15,7 +15,7 @@ from typing import IO
 from attnscope.errors import TraceError
 
 GZIP_MAGIC = b"\x1f\x8b"
-BLOCK_BYTES = 1 << 20  # a processor's cache holds it
+BLOCK_BYTES = 1 << 16  # a processor's cache holds it and the events in it
 PACKED_BLOCK_BYTES = 1 << 18
 BLOCKS_AHEAD = 4
 # Traces pack to a tenth or a thirtieth; what unpacks to more than this many times its size is not one.
@@ -51,7 +51,7 @@ class Blocks:
             with self.path.open("rb") as file:
                 if file.read(2) == GZIP_MAGIC:
                     file.seek(0)
-                    yield from ahead(self._inflated(file))
+                    yield from ahead(block for block, _ in self._inflated(file))
                     return
                 file.seek(self.start)
                 left = self.end - self.start if self.end is not None else sys.maxsize
@@ -59,9 +59,20 @@ class Blocks:
                     left -= len(block)
                     yield block
         except OSError as error:
-            raise TraceError(f"cannot read trace {self.path}: {error.strerror or error}") from None
+            raise self._unreadable(error) from None
 
-    def _inflated(self, file: IO[bytes]) -> Iterator[bytes]:
+    def inflated(self) -> Iterator[tuple[bytes, int]]:
+        """The blocks of an archive, each with how much of the file had been read for it; by the calling thread."""
+        try:
+            with self.path.open("rb") as file:
+                yield from self._inflated(file)
+        except OSError as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: OSError) -> TraceError:
+        return TraceError(f"cannot read trace {self.path}: {error.strerror or error}")
+
+    def _inflated(self, file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
         """Every member of the archive, a block at a time; what is whole before a damage is still given."""
         packed, unpacked, data = 0, 0, b""
         member = zlib.decompressobj(31)
@@ -85,7 +96,7 @@ class Blocks:
                     "hint: such a file is made to fill memory; record the trace again"
                 )
             if block:
-                yield block
+                yield block, packed
             data = member.unconsumed_tail
             if member.eof:
                 data = member.unused_data

@@ -25,7 +25,9 @@ MOST_PERCENT = 1e9
 MOST_SHARED = 100_000  # kinds of inputs that are kept apart
 FLOW_CATEGORIES = ("ac2g", "async", "async_gpu", "async_cpu_to_gpu")
 UNNAMED = "unnamed"
+EVENT_LIST_PIDS = ("CPU functions", "CUDA functions")
 UNSEEN = ""  # a category that was not looked up yet
+Thread = tuple[str, str]  # pid, tid
 
 # Category, in lower case, of every age and vendor -> what such an event is.
 CATEGORIES = {
@@ -48,6 +50,12 @@ CATEGORIES = {
     "mtia_runtime": "runtime",
     "python_function": "python",
 }
+# What PyTorch writes besides, of which nothing is kept.
+OTHER_CATEGORIES = frozenset((
+    "gpu_user_annotation", "trace", "overhead", "cuda_sync", "cuda_event", "cuda_profiler_range", "collective_comm",
+    "cpu_instant_event", "privateuse1_runtime", "privateuse1_driver", "mtia_ccp_events", "mtia_insight", "hpu_op",
+    "xpu_driver", "fwdbwd", *FLOW_CATEGORIES,
+))  # fmt: skip
 Whole = Annotated[int, msgspec.Meta(ge=-MOST_WHOLE, le=MOST_WHOLE - 1)]
 Percent = Annotated[float, msgspec.Meta(ge=0, lt=MOST_PERCENT)]
 
@@ -90,6 +98,7 @@ class Collector:
         self.base_us: int | None = None
         self.earliest_ns = 0
         self.unplaced = 0
+        self.event_list = False  # whether an event is of torch.autograd.profiler's own list, which has no categories
         self.environment = False  # whether an event that describes the process carries environment variables
         self.threads: dict[tuple[object, object], tuple[str, str]] = {}
         self.names: dict[object, str] = {}
@@ -117,6 +126,7 @@ class Collector:
                 continue
             if kind is UNSEEN:
                 if not cat:
+                    self.event_list = self.event_list or event.pid in EVENT_LIST_PIDS
                     continue
                 kind = kinds[cat] = CATEGORIES.get(cat.lower())
                 if kind is None:
@@ -144,6 +154,12 @@ class Collector:
                 name = names[written] = UNNAMED if written is None else str(written)[:MOST_NAME]
             keep(kind, name, start, round(dur * 1000), thread, event.args)
 
+    def strange(self, meta: dict[str, object]) -> bool:
+        """Whether all categories are another program's; a root with PyTorch's keys is believed."""
+        if not self.kinds or "schemaVersion" in meta or "deviceProperties" in meta:
+            return False
+        return not any(kind is not None or cat.lower() in OTHER_CATEGORIES for cat, kind in self.kinds.items())
+
     def flows(self, blocks: Iterable[bytes]) -> Flows:
         """The arrows between calls and device events, read in a second run; places count as the trace's do."""
         flows, base = Flows(), self.base_us or 0
@@ -167,28 +183,20 @@ class Collector:
     ) -> None:
         trace = self.trace
         if kind == "op" or kind == "annotation":
-            trace.ops.append(
-                Op(name=name, start_ns=start, duration_ns=duration, thread=thread, is_annotation=kind == "annotation",
-                   raw_args=self._shared(args))
-            )  # fmt: skip
+            trace.ops.append(Op(name, start, duration, thread, kind == "annotation", False, self._shared(args)))
         elif kind == "runtime":
-            correlation = _call_correlation(args)
-            trace.runtime_calls.append(
-                RuntimeCall(name=name, start_ns=start, duration_ns=duration, thread=thread, correlation=correlation)
-            )
+            trace.runtime_calls.append(RuntimeCall(name, start, duration, thread, _call_correlation(args)))
         elif kind == "python":
-            trace.modules.append(
-                Op(name=name[len(MODULE) :], start_ns=start, duration_ns=duration, thread=thread, is_annotation=True,
-                   is_module=True)
-            )  # fmt: skip
+            trace.modules.append(Op(name[len(MODULE) :], start, duration, thread, True, True))
         else:
             trace.device_events.append(_device_event(kind, name, start, duration, thread, args))
 
     def _shared(self, raw: msgspec.Raw) -> bytes:
         """An op's args without the numbers that are its own; the very same object where another op's are equal."""
         written = bytes(raw)
-        begin, values = written.find(b'"Input '), written.find(b'"Concrete Inputs"')
-        if 0 <= values < begin or begin < 0:
+        values = written.find(b'"Concrete Inputs"')
+        begin = written.find(b'"Input ', 0, values if values >= 0 else None)
+        if begin < 0:
             begin = values
         if begin < 0:
             return written
@@ -268,22 +276,9 @@ def _device_event(
     if args.src_kind and args.dst_kind and kind == "memcpy" and "(" not in name:
         name = f"Memcpy ({args.src_kind} -> {args.dst_kind})"  # one writer puts both only here
     return DeviceEvent(
-        name=name,
-        start_ns=start,
-        duration_ns=duration,
-        thread=thread,
-        kind=kind,
-        correlation=args.correlation,
-        device=args.device,
-        stream=args.stream,
-        grid=_usable(args.grid),
-        block=_usable(args.block),
-        registers=args.registers,
-        shared_memory_bytes=args.shared,
-        occupancy_shown=args.occupancy,
-        bytes_moved=args.bytes,
-        graph_id=args.graph_id or None,
-    )
+        name, start, duration, thread, kind, args.correlation, args.device, args.stream, None, _usable(args.grid),
+        _usable(args.block), args.registers, args.shared, args.occupancy, args.bytes, args.graph_id or None,
+    )  # fmt: skip
 
 
 def _usable(sizes: tuple[int, int, int] | None) -> tuple[int, int, int] | None:

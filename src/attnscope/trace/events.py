@@ -23,7 +23,7 @@ OUR_LABEL = "attnscope/"
 STEP_NAME = "ProfilerStep#"
 
 
-class Interval(msgspec.Struct, kw_only=True, eq=False, array_like=True):
+class Interval(msgspec.Struct, eq=False, array_like=True):
     """Something with a name, a start and a length, on a thread or stream."""
 
     name: str
@@ -42,7 +42,7 @@ class Interval(msgspec.Struct, kw_only=True, eq=False, array_like=True):
         return self.duration_ns / 1e3
 
 
-class Op(Interval, kw_only=True, eq=False):
+class Op(Interval, eq=False):
     """A CPU op or, with ``is_annotation``, a record_function scope; ``parent`` encloses it on its thread.
 
     With ``is_module`` too it is the forward of an ``nn.Module``, which only a trace with Python stacks holds.
@@ -102,7 +102,7 @@ class Op(Interval, kw_only=True, eq=False):
         return _texts(self.args, "Concrete Inputs")
 
 
-class RuntimeCall(Interval, kw_only=True, eq=False):
+class RuntimeCall(Interval, eq=False):
     """A call into the CUDA or HIP runtime or driver: a launch, a copy, a synchronise. ``op`` is what made it."""
 
     correlation: int | None = None
@@ -114,7 +114,7 @@ class RuntimeCall(Interval, kw_only=True, eq=False):
         return launches(self.name)
 
 
-class DeviceEvent(Interval, kw_only=True, eq=False):
+class DeviceEvent(Interval, eq=False):
     """A kernel, copy or fill on the device. ``launch`` is None where it was launched before the trace began."""
 
     kind: str

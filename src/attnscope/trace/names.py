@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_LOOKED_AT = 1024  # characters of a name; what it says stands at its beginning
@@ -30,13 +31,17 @@ class Meaning:
 
 @dataclass(frozen=True)
 class FamilyRule:
-    """Names that match ``pattern`` are of ``family`` and do ``role``; ``unit`` None leaves it to the unit rules."""
+    """Names that match ``pattern`` are of ``family`` and do ``role``; ``unit`` None leaves it to the unit rules.
+
+    ``own``: the kernel's own name must match, without what it is a template of and what it takes.
+    """
 
     pattern: str
     family: str
     role: str | None
     unit: str | None = None
     why: str = ""
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,67 +54,123 @@ class UnitRule:
 
 
 _FLASH_2 = "FlashAttention-2 multiplies with tensor core instructions (mma.sync)"
+_FLASH_1 = "it multiplies 16-bit operands with tensor core instructions (mma.sync)"
+_FLASH_3_SM80 = "FlashAttention-3's kernels for sm_80 to sm_89 multiply with tensor core instructions (mma.sync)"
+_HELPER = "a helper of the fused kernel that only reads, sums and writes"
+_COMBINES = "it only combines partial results"
+OWN_PART = re.compile(r"(?:[^<(]|\(anonymous namespace\))*")
 _ONE_PASS = "each element is read and written once: memory bandwidth decides"
 
 FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"^Memcpy", "memcpy", "copy", MEMORY, "a copy made by the runtime"),
     FamilyRule(r"^Memset", "memset", "fill", MEMORY, "a fill made by the runtime"),
+    # what only sounds like attention, or holds a softmax that is none of attention's
+    FamilyRule(r"reshape_and_cache|(concat|cat)_and_cache|set_(mla_)?kv|AppendPaged(KV|MLAKV)|concat_and_cast_mha|"
+               r"kv_cache_update|store_kv", "KV cache", "KV cache write", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[rR]otary|RoPE|_rope|rope_", "rotary embedding", "rotary embedding", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[tT]op_?[kK]\w{0,40}[sS]oft[mM]ax|[mM]oe_?[sS]oft[mM]ax|[gG]ating|routing|moe_?align|[mM]oe_?[sS]ort|"
+               r"grouped_topk|moe_fused_gate", "mixture of experts", "routing", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[fF]used_?[mM]oe|moe\w{0,40}gemm|Moe\w{0,40}(Flatmm|Gemm)|kernel_moe|marlin_moe", "mixture of experts",
+               "expert matmul", own=True),
+    FamilyRule(r"sampling|OnlineSoftmax|top_?[kp]_sampl", "sampling", "sampling", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"[cC]ross_?[eE]ntropy|nll_loss", "loss", "loss", MEMORY, _ONE_PASS, own=True),
+    FamilyRule(r"LogSoft[mM]ax|log_softmax|triton_\w*logsumexp|softmax_warp_(forward|backward)<[\w:, ]*?\d+, true\b",
+               "log softmax", "log softmax", MEMORY, _ONE_PASS),
+    FamilyRule(r"gated_delta_rule|chunk_(fwd|bwd|scan|state|delta|gla|kda)|fused_recurrent|linear_attn|lightning_attn|"
+               r"_fwd_kv_parallel|_fwd_diag_kernel|selective_scan|causal_conv1d|mamba|fused_gdn|wkv\d",
+               "linear attention or state space", "linear attention", own=True),
     # fused attention
+    FamilyRule(r"fmha_bwd_dot_do_o_kernel", "flash-attention 1", "fused attention backward", MEMORY, _HELPER),
+    FamilyRule(r"fmha_bwd\w*loop_kernel", "flash-attention 1", "fused attention backward", TENSOR_CORE, _FLASH_1),
+    FamilyRule(r"fmha_fwd\w*loop_kernel", "flash-attention 1", "fused attention", TENSOR_CORE, _FLASH_1),
+    FamilyRule(r"^(void )?fmha_dgrad_", "fmha of Apex and cuDNN", "fused attention backward", TENSOR_CORE, _FLASH_1),
+    FamilyRule(r"^(void )?fmha_fprop_", "fmha of Apex and cuDNN", "fused attention", TENSOR_CORE, _FLASH_1),
+    FamilyRule(r"flash_\w*mla\w*combine", "FlashMLA", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"flash_fwd\w*_mla|sparse_attn_fwd_kernel", "FlashMLA", "fused attention", TENSOR_CORE,
+               "FlashMLA multiplies on tensor cores"),
     FamilyRule(r"flash_bwd_(dot_do_o|clear|convert)|FlashAttnBwd(Pre|Post)", "flash-attention 2",
-               "fused attention backward", MEMORY, "a helper of the fused backward that only reads, sums and writes"),
-    FamilyRule(r"FlashAttnFwdSm90|FlashAttnFwdCombine|flash::enable_sm90.*Fwd", "flash-attention 3", "fused attention",
+               "fused attention backward", MEMORY, _HELPER),
+    FamilyRule(r"FlashAttnFwdCombine", "flash-attention 3", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"FlashAttnFwdSm90|flash::enable_sm90.*Fwd", "flash-attention 3", "fused attention",
                TENSOR_CORE, "FlashAttention-3 multiplies with wgmma"),
     FamilyRule(r"FlashAttnBwdSm90|flash::enable_sm90.*Bwd", "flash-attention 3", "fused attention backward",
                TENSOR_CORE, "FlashAttention-3 multiplies with wgmma"),
+    FamilyRule(r"FlashAttnFwdSm8\d", "flash-attention 3", "fused attention", TENSOR_CORE, _FLASH_3_SM80),
+    FamilyRule(r"FlashAttnBwdSm8\d", "flash-attention 3", "fused attention backward", TENSOR_CORE, _FLASH_3_SM80),
     FamilyRule(r"flash_attncute.*(bwd|backward)_(pre|post)", "flash-attention 4", "fused attention backward", MEMORY,
-               "a helper of the fused backward that only reads, sums and writes"),
+               _HELPER),
     FamilyRule(r"flash_attncute.*(bwd|backward)", "flash-attention 4", "fused attention backward", TENSOR_CORE,
                "FlashAttention's CuTe kernels multiply on tensor cores"),
+    FamilyRule(r"flash_attncute.*combine", "flash-attention 4", "fused attention", MEMORY, _COMBINES),
     FamilyRule(r"flash_attncute", "flash-attention 4", "fused attention", TENSOR_CORE,
                "FlashAttention's CuTe kernels multiply on tensor cores"),
-    FamilyRule(r"flash_fwd(_splitkv)?_combine", "flash-attention 2", "fused attention", MEMORY,
-               "it only combines partial results"),
+    FamilyRule(r"flash_fwd(_splitkv)?_combine", "flash-attention 2", "fused attention", MEMORY, _COMBINES),
     FamilyRule(r"flash_bwd", "flash-attention 2", "fused attention backward", TENSOR_CORE, _FLASH_2),
     FamilyRule(r"flash_fwd|Flash_fwd", "flash-attention 2", "fused attention", TENSOR_CORE, _FLASH_2),
-    FamilyRule(r"fmha_cutlassB|AttentionBackwardKernel", "memory-efficient", "fused attention backward"),
-    FamilyRule(r"fmha_cutlassF|AttentionKernel<", "memory-efficient", "fused attention"),
+    FamilyRule(r"fmha::kernel::\w*Reduction", "CUTLASS fmha", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"fmha::kernel::\w*(SumOdO|Convert)", "CUTLASS fmha", "fused attention backward", MEMORY, _HELPER),
+    FamilyRule(r"fmha::kernel::\w*Bwd", "CUTLASS fmha", "fused attention backward"),
+    FamilyRule(r"fmha::kernel::\w+", "CUTLASS fmha", "fused attention"),
+    FamilyRule(r"fmha_cutlassB|(^|[^A-Za-z])AttentionBackwardKernel", "memory-efficient", "fused attention backward"),
+    FamilyRule(r"fmha_cutlassF|(^|[^A-Za-z])AttentionKernel<", "memory-efficient", "fused attention"),
     FamilyRule(r"cudnn.*(sdpa|flash|attention|mha).*bprop|cudnn.*bprop.*(sdpa|flash)", "cudnn",
                "fused attention backward"),
-    FamilyRule(r"cudnn.*(compute_dot_do_o|convert_dq)", "cudnn", "fused attention backward", MEMORY,
-               "a helper of the fused backward that only reads, sums and writes"),
+    FamilyRule(r"cudnn.*(compute_dot_do_o|convert_dq)", "cudnn", "fused attention backward", MEMORY, _HELPER),
     FamilyRule(r"cudnn.*(sdpa|flash|attention|mha)", "cudnn", "fused attention"),
     FamilyRule(r"^(attn_bwd|bwd_kernel_dk_dv|bwd_kernel_dq|bwd_preprocess|bwd_kernel_fuse)", "aotriton",
                "fused attention backward"),
     FamilyRule(r"^attn_fwd", "aotriton", "fused attention"),
-    FamilyRule(r"ck_tile.*[Ff]mha.*[Bb]wd", "composable kernel", "fused attention backward"),
-    FamilyRule(r"ck_tile.*[Ff]mha", "composable kernel", "fused attention"),
+    FamilyRule(r"ck_tile.{0,200}[Ff]mha\w{0,40}[Bb]wd", "composable kernel", "fused attention backward"),
+    FamilyRule(r"ck_tile.{0,200}[Ff]mha\w{0,40}Combine", "composable kernel", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"ck_tile.{0,200}[Ff]mha", "composable kernel", "fused attention"),
+    FamilyRule(r"multihead_?attention_backward", "composable kernel", "fused attention backward"),
+    FamilyRule(r"gemm_softmax_gemm", "composable kernel", "fused attention"),
     FamilyRule(r"triton_tem_fused.*flex_attention_backward", "inductor flex attention", "fused attention backward"),
     FamilyRule(r"triton_tem_fused.*flex_attention", "inductor flex attention", "fused attention"),
-    FamilyRule(r"unified_attention|paged_attention|BatchPrefill|BatchDecode|BatchMLAPaged|mla_decode|merge_attn_states",
-               "serving attention", "fused attention"),
+    FamilyRule(r"paged_attention\w*reduce|merge_attn_states|^reduce_segments", "serving attention", "fused attention",
+               MEMORY, _COMBINES),
+    FamilyRule(r"MergeStates?Kernel", "FlashInfer", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"(Batch|Single)(Prefill|Decode)With|BatchMLAPage|\bPrefillWithKVCacheKernel|PODWithKVCache",
+               "FlashInfer", "fused attention"),
+    FamilyRule(r"unified_attention|paged_attention|mla_decode", "serving attention", "fused attention"),
+    FamilyRule(r"^_fwd_kernel_stage2", "serving attention", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"^_fwd_(grouped_)?kernel_stage1", "serving attention", "fused attention"),
     FamilyRule(r"aiter\S{0,40}fmha_bwd|^_?fmha_bwd", "aiter", "fused attention backward"),
-    FamilyRule(r"aiter\S{0,40}(fmha_fwd|mla_|pa_fwd)|^_?fmha_fwd", "aiter", "fused attention"),
+    FamilyRule(r"^(void )?kn_mla_reduce", "aiter", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"aiter\S{0,40}(fmha_fwd|mla_|pa_fwd)|^_?fmha_fwd|^mla_(a8w8|a16w16|a16w8|dec_|pfl_)", "aiter",
+               "fused attention"),
     FamilyRule(r"compute_attn_ws", "flash-attention 3", "fused attention", TENSOR_CORE,
                "FlashAttention-3 multiplies with wgmma"),
-    FamilyRule(r"fmhaSm\d+|fmha_sm\d+", "serving attention", "fused attention"),
+    FamilyRule(r"fmhaSm\d+|fmha_sm\d+|fmha_v2_\w*attention|masked_multihead_attention|^(void )?kernel_mha\b",
+               "TensorRT-LLM attention", "fused attention"),
     FamilyRule(r"^(void )?qk_int\d*_sv_", "sage attention", "fused attention"),
+    FamilyRule(r"natten|NeighborhoodAttention", "NATTEN", "fused attention"),
+    FamilyRule(r"^micro_sdpa", "oneDNN", "fused attention"),
     FamilyRule(r"^triton_fused_attention_backward_delta", "attnscope triton_fused", "fused attention backward", MEMORY,
-               "a helper of the fused backward that only reads, sums and writes"),
+               _HELPER),
     FamilyRule(r"^triton_fused_attention_backward", "attnscope triton_fused", "fused attention backward", TENSOR_CORE,
                "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
     FamilyRule(r"^triton_fused_attention_forward", "attnscope triton_fused", "fused attention", TENSOR_CORE,
                "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
-    FamilyRule(r"^hopper_cuda_forward", "attnscope hopper_cuda", "fused attention", TENSOR_CORE,
-               "it multiplies with wgmma"),
-    FamilyRule(r"^_attn_bwd", "triton attention", "fused attention backward"),
-    FamilyRule(r"^_attn_fwd", "triton attention", "fused attention"),
+    FamilyRule(r"^hopper_attention_decode_combine", "attnscope hopper", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"^hopper_attention_", "attnscope hopper", "fused attention", TENSOR_CORE,
+               "its products are wgmma or, for few query rows, mma: both run on tensor cores"),
+    FamilyRule(r"^hopper_cuda_forward$", "attnscope hopper_cuda", "fused attention", TENSOR_CORE,
+               "its products are wgmma, on tensor cores"),
+    FamilyRule(r"^_attn_bwd|^parallel_attn_bwd|^_?bwd_kernel_(dkdv|causal|noncausal)|^_bwd_preprocess_do_o_dot",
+               "triton attention", "fused attention backward"),
+    FamilyRule(r"^_attn_fwd|^parallel_attn_fwd", "triton attention", "fused attention"),
     # matrix products
     FamilyRule(r"^nvjet", "cublas (nvjet)", "matmul"),
     FamilyRule(r"splitKreduce", "cublas", "reduction", MEMORY, "it only adds up partial results"),
+    FamilyRule(r"rocblas_\w*gemv", "rocblas (matrix-vector)", "matmul", CUDA_CORE,
+               "rocBLAS's matrix-vector kernels multiply on the vector units"),
     FamilyRule(r"gemv|gemmSN|dot_kernel|reduce_1Block", "cublas (small or matrix-vector)", "matmul", CUDA_CORE,
                "cuBLAS's matrix-vector and small kernels multiply on CUDA cores"),
     FamilyRule(r"scudnn|implicit_convolve|explicit_convolve|winograd|(dgrad|wgrad|fprop).*(engine|optimized|nhwc)|"
-               r"cask_\w*cudnn|im2col|conv2d_grouped", "cudnn", "convolution"),
+               r"cask_\w*cudnn|[sh]\d+cudnn|im2col|conv2d_grouped|conv2d_c1|implicit_gemm|cudnn_generated\w*conv",
+               "cudnn", "convolution"),
+    FamilyRule(r"^miopen|^igemm_(fwd|bwd|wrw)|grouped_conv(_|nd)|^naive_conv", "miopen", "convolution"),
     FamilyRule(r"xmma_gemm|_cublas$|(ampere|turing|volta|hopper|maxwell|pascal|blackwell)_\w*gemm|^\w*sgemm",
                "cublas", "matmul"),
     FamilyRule(r"cutlass.*gemm", "cutlass", "matmul"),
@@ -120,7 +181,8 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
     # what Inductor generates
     FamilyRule(r"triton_\w*softmax\w*backward", "inductor triton", "softmax backward", MEMORY, _ONE_PASS),
     FamilyRule(r"triton_\w*softmax", "inductor triton", "softmax", MEMORY, _ONE_PASS),
-    FamilyRule(r"triton_(red|per)_fused\w*exp\w*", "inductor triton", "softmax", MEMORY, _ONE_PASS),
+    FamilyRule(r"triton_(red|per)_fused(?=\w*_exp(_|$))(?=\w*_sum(_|$))(?!\w*_log(_|$))", "inductor triton", "softmax",
+               MEMORY, _ONE_PASS),
     FamilyRule(r"triton_(poi|red|per|for)_fused", "inductor triton", "fused elementwise", MEMORY, _ONE_PASS),
     # ATen
     FamilyRule(r"softmax_warp_backward|cunn_SoftMaxBackward|softmax_backward", "ATen softmax", "softmax backward",
@@ -141,13 +203,13 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
                _ONE_PASS),
     FamilyRule(r"fused_dropout|dropout_kernel|distribution_(elementwise|nullary)", "ATen random", "dropout", MEMORY,
                _ONE_PASS),
-    FamilyRule(r"layer_norm|LayerNorm|[Rr]msnorm|GroupNorm|batch_norm|bn_(fw|bw)", "normalisation", "normalisation",
-               MEMORY, _ONE_PASS),
+    FamilyRule(r"layer_norm|LayerNorm|[Rr](ms|MS)_?[Nn]orm|GroupNorm|batch_norm|bn_(fw|bw)", "normalisation",
+               "normalisation", MEMORY, _ONE_PASS),
     FamilyRule(r"transform_bias_rescale_qkv", "ATen elementwise", "scale", MEMORY, _ONE_PASS),
     FamilyRule(r"elementwise_kernel", "ATen elementwise", "elementwise", MEMORY, _ONE_PASS),
     FamilyRule(r"nchwToNhwc|nhwcToNchw", "cudnn", "layout copy", MEMORY, _ONE_PASS),
     FamilyRule(r"max_pool|avg_pool|upsample", "ATen pooling", "elementwise", MEMORY, _ONE_PASS),
-    FamilyRule(r"^fused_|nvfuser", "TorchScript fuser", "fused elementwise", MEMORY, _ONE_PASS),
+    FamilyRule(r"^fused_(?!\w*kernel)|nvfuser", "TorchScript fuser", "fused elementwise", MEMORY, _ONE_PASS),
     FamilyRule(r"^void cudnn::|^cudnn", "cudnn", None),
     FamilyRule(r"^void at::native|\bat::native", "ATen", None),
     FamilyRule(r"ncclDevKernel|ncclKernel", "nccl", "communication", MEMORY, "it moves data between GPUs"),
@@ -157,6 +219,10 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
 UNIT_RULES: tuple[UnitRule, ...] = (
     UnitRule(r"ffma|simt", CUDA_CORE, "its name says {0}: plain fused multiply-adds on CUDA cores"),
     UnitRule(r"tensorop", TENSOR_CORE, "its name says tensorop"),
+    UnitRule(r"cudnn_generated\w*sdpa_sm\d+_flash_[fb]prop_\w*f16", TENSOR_CORE,
+             "16-bit operands: cuDNN's flash kernels multiply on tensor cores"),
+    UnitRule(r"fmha::kernel::\w*(Sm\d+Fmha|TmaWarp[sS]pecialized)", TENSOR_CORE,
+             "CUTLASS's kernels with warp specialisation multiply on tensor cores"),
     UnitRule(r"(?<![a-z])[hiqw]?g?mma(?![a-z])", TENSOR_CORE, "its name says {0}, matrix multiply-accumulate"),
     UnitRule(r"[_a-z](?:16816|1688|161616|884|16832|8816|64\d{1,3}16)gemm", TENSOR_CORE,
              "its name holds the shape of a tensor core instruction: {0}"),
@@ -203,11 +269,19 @@ _TILES = (
 def explain_name(name: str) -> Meaning:
     """What a kernel's name says, with the rule that decided its unit."""
     name = name[:MOST_LOOKED_AT]
-    rule = next((r for r in FAMILY_RULES if re.search(r.pattern, name)), None)
+    found = OWN_PART.match(name)
+    own = found.group() if found else name
+    rule = next((rule for search, rule in _families() if search(own if rule.own else name)), None)
     if rule is None:
         return Meaning(None, None, None, None, None, UNKNOWN, UNKNOWN_RULE)
     unit, why = (rule.unit, rule.why) if rule.unit is not None else _unit(name)
     return Meaning(rule.family, rule.role, _dtype(name), _tile(name), _architecture(name), unit, why)
+
+
+@functools.cache
+def _families() -> list[tuple[Callable[[str], object], FamilyRule]]:
+    """The rules with their patterns compiled: looking each one up again costs more than most of them do."""
+    return [(re.compile(rule.pattern).search, rule) for rule in FAMILY_RULES]
 
 
 def _unit(name: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from attnscope.trace.events import DeviceProperties, Trace
 from attnscope.trace.halves import read_in_halves
 from attnscope.trace.linking import START, link, link_by_flows, needs_flows, nest, say_unlinked
 
+STRANGE_NAMED = 4  # categories of another program that are shown
 FEWEST_THREADS = 1024  # that a multiprocessor of any card holds
 # What the root of a trace says about versions; of the rest nothing is kept.
 KEPT_META = frozenset((
@@ -87,6 +88,18 @@ def _assemble(collector: Collector, outcome: Outcome, blocks: Iterable[bytes], w
         raise TraceError(
             f"{where} is no Chrome trace that can be read: it ends before its first whole event\n"
             "hint: copy or record it again"
+        )
+    if collector.event_list and not collector.kinds:
+        raise TraceError(
+            f"{where} is an export of torch.autograd.profiler's list of events, which names neither kernels nor "
+            "launches\nhint: record it with torch.profiler, whose export_chrome_trace does"
+        )
+    if collector.strange(outcome.meta):
+        shown = sorted("".join(filter(str.isprintable, one[:40])) for one in collector.kinds)
+        named = ", ".join(shown[:STRANGE_NAMED])
+        raise TraceError(
+            f"{where} is a Chrome trace of another program: none of its categories ({named}) is one that PyTorch's "
+            "profiler writes\nhint: torch.profiler's export_chrome_trace writes cpu_op, kernel and others"
         )
     if outcome.whole + outcome.damaged and not collector.kinds:
         raise TraceError(

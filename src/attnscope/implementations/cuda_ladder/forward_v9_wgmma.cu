@@ -111,7 +111,7 @@ struct KeysAndValues {
   __device__ __forceinline__ void enter(int tile) const {
     wait_for_copies<0>();
     publish_to_products();
-    meet<BLOCK_SIZE>();
+    __syncthreads();
     if (tile + 1 < tiles) start_copies(tile + 1);
   }
 };
@@ -122,10 +122,9 @@ struct Group {
   unsigned weights[KEYS / 16][4];
   Rows rows;
 
-  // Scores and weights of a tile, while the values of the tile before are still being added up.
+  // Scores and weights of a tile that was entered, while the values of the tile before are still being added up.
   template <bool First, bool Masked>
   __device__ __forceinline__ void attend(const KeysAndValues& kv, const char* queries, int tile, int row, float scale2) {
-    kv.enter(tile);
     begin_products();
     start_scores(s, queries, kv.keys(tile));
     if (!First) start_values(acc, weights, kv.values(tile - 1));
@@ -166,18 +165,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK_SIZE, BLOCKS_A_SM)
   const char* queries = q_tile + group_row * ROW_BYTES;
   float scale2 = scale * LOG2_E;
   // Of a group's tiles, only the last crosses the diagonal: 64 rows begin at a multiple of 64, a tile is 64 or 128 keys.
-  if (own_tiles == 1) {
-    group.attend<true, true>(kv, queries, 0, row, scale2);
-  } else {
-    group.attend<true, false>(kv, queries, 0, row, scale2);
-    for (int tile = 1; tile < own_tiles - 1; tile++) group.attend<false, false>(kv, queries, tile, row, scale2);
-    group.attend<false, true>(kv, queries, own_tiles - 1, row, scale2);
+  // All groups enter each tile of the block at the same place of the program, those that are through with theirs, too.
+  kv.enter(0);
+  if (own_tiles == 1) group.attend<true, true>(kv, queries, 0, row, scale2);
+  else group.attend<true, false>(kv, queries, 0, row, scale2);
+  for (int tile = 1; tile < kv.tiles; tile++) {
+    kv.enter(tile);
+    if (tile < own_tiles - 1) group.attend<false, false>(kv, queries, tile, row, scale2);
+    else if (tile < own_tiles) group.attend<false, true>(kv, queries, tile, row, scale2);
   }
   begin_products();
   start_values(group.acc, group.weights, kv.values(own_tiles - 1));
   wait_for_products<0>();
   settle<DIM_TILES>(group.acc);
-  for (int tile = own_tiles; tile < kv.tiles; tile++) kv.enter(tile);  // for the groups that go on
 
   float total0 = quad_sum(group.rows.sum[0]), total1 = quad_sum(group.rows.sum[1]);
   store_rows(out + b * ob + h * oh, ot, row, T, group.acc, 1.0f / total0, 1.0f / total1);

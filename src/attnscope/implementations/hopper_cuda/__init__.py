@@ -1,8 +1,9 @@
 """Stage 2: our own attention forward for Hopper in CUDA C++, with the copy engine and warpgroup products.
 
-Reads Inputs, writes Output. Must not import another implementation or a later stage, and torch only in functions.
-The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, what the driver is asked for
-in ``launching.py``; docs/concepts/hopper_cuda.md tells why it is built this way.
+Reads Inputs, writes Output. Must not import another implementation or a later stage; imports torch only inside functions.
+The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, which block
+computes what in ``scheduling.py``, what the driver is asked for in
+``launching.py``; docs/concepts/hopper_cuda.md tells why it is built this way.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from attnscope.device import Device
 from attnscope.errors import UsageError
 from attnscope.implementation import Output, Sheet, SheetImplementation
 from attnscope.implementations.common import empty_out
-from attnscope.implementations.hopper_cuda import configurations, launching
-from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div, has_upper_bound
-from attnscope.inputs import Inputs, Tensor, torch_dtype
+from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
+from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div
+from attnscope.inputs import Inputs, Tensor
 from attnscope.workload import Workload
 
 SOURCE = Path(__file__).parent / "forward.cu"
@@ -29,9 +30,8 @@ MAX_LENGTH = 2**30  # positions and offsets are 32 bits wide
 MAX_TILES = 2**30
 LEAST_SCALE = 2.0**-100  # the kernel multiplies by scale * log2(e), in floats that have no subnormals
 MULTIPROCESSORS = 132  # where the device does not say
-L2_BYTES = 50 * 2**20
-L2_SHARE = 0.6  # of which a section of heads may fill with keys and values
 KEPT_LAUNCHES = 64
+NO_TABLE = ctypes.c_void_p(None)
 
 
 class HopperCuda(SheetImplementation):
@@ -99,7 +99,7 @@ class PreparedHopperCuda:
     """One kernel, straight from and to the caller's layout. All that calls change is a cache of launches."""
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
-        self.workload, self.configuration = workload, configuration
+        self.workload, self.configuration, self.index = workload, configuration, device.index
         self.empty = 0 in (workload.B, workload.L, workload.S)
         if self.empty:
             return
@@ -107,9 +107,11 @@ class PreparedHopperCuda:
         self.kernel = cuda.load_kernel(SOURCE, KERNEL, device, defines, specific=True)
         self.shared_bytes = configuration.shared_bytes(workload.D)
         self.kernel.allow_shared_bytes(self.shared_bytes, device.index)
-        self.sizes = kernel_sizes(workload, device, configuration)
+        self.section = scheduling.section_heads(workload, device)
+        self.sizes = kernel_sizes(workload, configuration, self.section)
         tiles = workload.B * workload.H * ceil_div(workload.L, configuration.rows)
         self.grid = min(tiles, device.multiprocessors or MULTIPROCESSORS) if configuration.persistent else tiles
+        self.order = self.table(device) if configuration.by_table(workload) else NO_TABLE
         self.launches: dict[tuple[Any, ...], Callable[[], None]] = {}
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
@@ -122,8 +124,7 @@ class PreparedHopperCuda:
         lse = torch.empty((w.B, w.H, w.L), dtype=torch.float32, device=q.device)
         if self.empty:
             return Output(out.zero_(), lse.fill_(-math.inf))
-        k, v = launching.copyable(inputs.k), launching.copyable(inputs.v)
-        self.launch(launching.copyable(q), k, v, out, lse)
+        self.launch(q, inputs.k, inputs.v, out, lse)
         return Output(out, lse)
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -140,10 +141,22 @@ class PreparedHopperCuda:
         )
         run = self.launches.get(key)
         if run is None:
+            given, readable = (q, k, v), tuple(launching.copyable(t) for t in (q, k, v))
+            if any(a is not b for a, b in zip(given, readable, strict=True)):
+                return self.launch(*readable, out, lse)
             if len(self.launches) >= KEPT_LAUNCHES:
                 self.launches = {}
             run = self.launches[key] = self.pack(q, k, v, out, lse)
         run()
+
+    def table(self, device: Device) -> Tensor:
+        """The order of tiles, in device memory."""
+        import torch
+
+        w = self.workload
+        lengths = scheduling.key_tiles(w, self.configuration)
+        order = scheduling.balanced_order(lengths, w.B * w.H, self.section, self.grid)
+        return torch.tensor(order, dtype=torch.int32, device=device.torch_name)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Callable[[], None]:
         """A launch for these addresses and strides."""
@@ -151,32 +164,16 @@ class PreparedHopperCuda:
         columns = configurations.PANEL_COLUMNS
         maps = [launching.encode(t, w.dtype, rows, columns) for t, rows in ((q, c.rows), (k, c.keys), (v, c.keys))]
         strides = (ctypes.c_longlong(out.stride(axis)) for axis in (0, 1, 2))
-        args = (*maps, out, lse, *strides, w.effective_scale, *self.sizes)
-        return launching.bind(self.kernel, self.grid, c.threads, self.shared_bytes, args)
+        args = (*maps, out, lse, self.order, *strides, w.effective_scale, *self.sizes)
+        return launching.bind(self.kernel, self.index, self.grid, c.threads, self.shared_bytes, args)
 
     def backward(self, inputs: Inputs, saved: Any) -> Any:
         """There is none: the sheet says so."""
         raise UsageError("hopper_cuda has no backward\nhint: triton_fused has one")
 
 
-def kernel_sizes(workload: Workload, device: Device, configuration: Configuration) -> tuple[int, ...]:
+def kernel_sizes(workload: Workload, configuration: Configuration, section: int) -> tuple[int, ...]:
     """heads, H, group, L, S, row_tiles, section, reach, lag, as the kernel takes them."""
     w = workload
-    offset = w.query_offset(0)
-    reach, lag = offset + 1, 0
-    if w.window is not None:
-        window = min(w.window, w.L + w.S)  # a wider one hides nothing
-        reach, lag = reach if w.causal else window, offset - window + 1
     row_tiles = ceil_div(w.L, configuration.rows)
-    return w.B * w.H, w.H, w.group, w.L, w.S, row_tiles, section_heads(w, device), reach, lag
-
-
-def section_heads(workload: Workload, device: Device) -> int:
-    """Heads that are walked over together, the longest rows of all first: one where all rows are as long, otherwise as
-    many, a power of two, as have their keys and values in the L2 cache at once."""
-    w = workload
-    if not has_upper_bound(w):
-        return 1
-    bytes_a_head = w.S * (w.D + w.D_v) * torch_dtype(w.dtype).itemsize / w.group
-    most = max(1, int(L2_SHARE * (device.l2_bytes or L2_BYTES) / bytes_a_head))
-    return min(int(2 ** int(math.log2(most))), w.B * w.H)
+    return w.B * w.H, w.H, w.group, w.L, w.S, row_tiles, section, *scheduling.visible_from(w)

@@ -5,9 +5,8 @@ Reads a Workload and a Device, writes Configurations. Imports neither torch nor 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from attnscope.device import Device
 from attnscope.workload import Workload
@@ -18,7 +17,9 @@ BARRIER_BYTES = 8
 GROUP_ROWS = 64  # rows of a warpgroup's product
 PANEL_COLUMNS = 64  # 16-bit numbers of a row of 128 bytes, the widest that the hardware swizzles
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of the copying warpgroup and of each multiplying one; together 64 Ki
-SHORT, MEDIUM = 1024, 4096  # longest S of a length class
+SHORT, MEDIUM = 1024, 4096  # longest L or S of a length class
+MAX_TABLE_TILES = 2**20  # more take the host about a second to deal, and balance by their number
+SCHEDULES = ("arithmetic", "table")
 C_TYPES = {"bf16": "bf16", "fp16": "fp16"}
 
 
@@ -26,10 +27,12 @@ C_TYPES = {"bf16": "bf16", "fp16": "fp16"}
 class Configuration:
     """What the kernel is compiled and launched with beside the workload.
 
-    ``groups`` of 64 rows a block, ``keys`` a tile, ``stages`` of keys and as many of values. ``ping_pong``: groups
-    begin products in turn. ``snake``: every other round of tiles runs backwards over the blocks. ``slack``: sums are
-    rescaled only where a maximum rose by more than so many powers of two; 0 rescales always. ``persistent``: a block a
-    multiprocessor walks over tiles; otherwise a block a tile.
+    ``groups`` of 64 rows a block, ``keys`` a tile, ``stages`` of keys and as many of values. ``ping_pong``: groups begin
+    products in turn. ``snake``: every other round of tiles runs backwards over the blocks. ``slack``: sums are rescaled
+    only where a maximum rose by more than so many powers of two; 0 rescales always. ``persistent``: a block a
+    multiprocessor walks over tiles; otherwise a block a tile. ``schedule``: in which order, where rows end at different
+    keys: "arithmetic" deals tiles in turn, "table" gives each to the block that has the least to do. ``query_slots``: 2
+    copies the next tile's queries while this one's are used.
     """
 
     groups: int
@@ -39,6 +42,8 @@ class Configuration:
     snake: bool = True
     slack: int = 0
     persistent: bool = True
+    schedule: str = "arithmetic"
+    query_slots: int = 1
 
     @property
     def rows(self) -> int:
@@ -53,8 +58,8 @@ class Configuration:
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory of a block."""
         panels = ceil_div(head_dim, PANEL_COLUMNS)
-        tiles = (self.rows + 2 * self.stages * self.keys) * panels * PANEL_COLUMNS * 2
-        return ALIGNMENT_BYTES + tiles + (2 + 4 * self.stages) * BARRIER_BYTES
+        tiles = (self.query_slots * self.rows + 2 * self.stages * self.keys) * panels * PANEL_COLUMNS * 2
+        return ALIGNMENT_BYTES + tiles + (2 * self.query_slots + 4 * self.stages) * BARRIER_BYTES
 
     def result_registers(self, head_dim: int) -> int:
         """Registers a thread for sums, scores and the weights of the tile before, which live at once."""
@@ -65,6 +70,11 @@ class Configuration:
         enough = self.result_registers(head_dim) + 20 <= REGISTERS[self.groups][1]
         return enough and self.shared_bytes(head_dim) <= SHARED_LIMIT_BYTES
 
+    def by_table(self, workload: Workload) -> bool:
+        """Whether a table says which block computes which tile."""
+        tiles = workload.B * workload.H * ceil_div(workload.L, self.rows)
+        return self.schedule == "table" and self.persistent and has_upper_bound(workload) and tiles <= MAX_TABLE_TILES
+
     def defines(self, workload: Workload) -> dict[str, str | int]:
         """Macros for forward.cu."""
         copying, multiplying = REGISTERS[self.groups]
@@ -72,7 +82,8 @@ class Configuration:
             "T16": C_TYPES[workload.dtype], "DIMS": workload.D, "HEAD_DIM": padded_head_dim(workload.D),
             "GROUPS": self.groups, "KEYS": self.keys, "STAGES": self.stages, "REGISTERS_COPY": copying,
             "REGISTERS_GROUP": multiplying, "PING_PONG": int(self.ping_pong), "SNAKE": int(self.snake),
-            "SLACK": self.slack, "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
+            "SLACK": self.slack, "TABLE": int(self.by_table(workload)), "QUERY_SLOTS": self.query_slots,
+            "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
         }  # fmt: skip
 
 
@@ -95,52 +106,90 @@ def tuning_class(workload: Workload) -> str:
     """The class of workloads that share a tuned configuration: width of the head, mask, dtype, length."""
     width = next(limit for limit in (64, 128, 192, 256) if workload.D <= limit)
     mask = "window" if workload.window is not None else "causal" if workload.causal else "full"
-    length = "short" if workload.S <= SHORT else "medium" if workload.S <= MEDIUM else "long"
+    longest = max(workload.L, workload.S)
+    length = "short" if longest <= SHORT else "medium" if longest <= MEDIUM else "long"
     return f"d{width} {mask} {workload.dtype} {length}"
 
 
-# The usual configuration by (largest head dim, whether rows end at different keys), as FlashAttention-3 tiles them
-# where it fits: the first entry that holds the head dim.
-USUAL: dict[tuple[int, bool], Configuration] = {
-    (64, False): Configuration(3, 128, 4),
-    (64, True): Configuration(3, 128, 4),
-    (128, False): Configuration(2, 176, 2),
-    (128, True): Configuration(2, 128, 3),
-    (192, False): Configuration(2, 112, 2),
-    (192, True): Configuration(2, 112, 2),
-    (256, False): Configuration(2, 80, 2, ping_pong=False),
-    (256, True): Configuration(2, 80, 2, ping_pong=False),
-}
+ONE_A_TILE: dict[str, Any] = {"persistent": False}
+TABLE: dict[str, Any] = {"schedule": "table"}
+
+# Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
+# fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dim counts.
+CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
+    (64, False, True): (
+        Configuration(3, 128, 4), Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 4, slack=8, query_slots=2),
+        Configuration(2, 128, 4, query_slots=2), Configuration(2, 128, 4, slack=8, query_slots=2),
+    ),
+    (64, False, False): (
+        Configuration(3, 128, 4), Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 3),
+        Configuration(3, 128, 4, slack=8),
+    ),
+    (64, True, True): (
+        Configuration(3, 128, 4), Configuration(3, 128, 4, **TABLE), Configuration(3, 128, 4, **TABLE, query_slots=2),
+        Configuration(2, 128, 4, **TABLE, query_slots=2),
+    ),
+    (64, True, False): (
+        Configuration(3, 128, 4), Configuration(3, 128, 4, **TABLE), Configuration(3, 128, 4, **TABLE, query_slots=2),
+        Configuration(3, 128, 4, **ONE_A_TILE), Configuration(3, 128, 4, **TABLE, slack=8),
+    ),
+    (128, False, True): (
+        Configuration(2, 128, 2), Configuration(2, 128, 2, query_slots=2), Configuration(2, 128, 2, slack=8, query_slots=2),
+        Configuration(2, 128, 2, False, slack=8, query_slots=2), Configuration(2, 128, 3, slack=8),
+    ),
+    (128, False, False): (
+        Configuration(2, 176, 2, False, slack=8), Configuration(2, 176, 2, slack=8), Configuration(2, 128, 2),
+        Configuration(2, 128, 2, query_slots=2), Configuration(2, 128, 2, False, slack=8, query_slots=2),
+        Configuration(2, 160, 2, False, slack=8, query_slots=2),
+    ),
+    (128, True, True): (
+        Configuration(2, 128, 2), Configuration(2, 128, 2, **TABLE), Configuration(2, 128, 2, **TABLE, query_slots=2),
+        Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2), Configuration(2, 128, 3, snake=False),
+    ),
+    (128, True, False): (
+        Configuration(2, 128, 3, **ONE_A_TILE), Configuration(2, 128, 3, **TABLE),
+        Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 128, 3, False, **TABLE, slack=8),
+        Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2), Configuration(2, 176, 2, False, **TABLE, slack=8),
+        Configuration(2, 128, 2, **ONE_A_TILE),
+    ),
+    (192, False, True): (Configuration(2, 112, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 64, 2, query_slots=2)),
+    (192, False, False): (Configuration(2, 112, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2)),
+    (192, True, True): (
+        Configuration(2, 112, 2, **ONE_A_TILE), Configuration(2, 112, 2, **TABLE), Configuration(2, 64, 2, **TABLE, query_slots=2),
+    ),
+    (192, True, False): (
+        Configuration(2, 112, 2, **ONE_A_TILE), Configuration(2, 112, 2, **TABLE), Configuration(2, 112, 2, **TABLE, slack=8),
+    ),
+    (256, False, True): (
+        Configuration(2, 64, 2, slack=8), Configuration(2, 64, 2), Configuration(2, 80, 2, slack=8),
+    ),
+    (256, False, False): (
+        Configuration(2, 80, 2, slack=8), Configuration(2, 80, 2, False, slack=8), Configuration(2, 64, 2, slack=8),
+    ),
+    (256, True, True): (
+        Configuration(2, 80, 2, False, **ONE_A_TILE), Configuration(2, 64, 2, **TABLE), Configuration(2, 64, 2, **TABLE, slack=8),
+        Configuration(2, 80, 2, **TABLE, slack=8),
+    ),
+    (256, True, False): (
+        Configuration(2, 80, 2, False, **ONE_A_TILE), Configuration(2, 80, 2, False, **TABLE),
+        Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, slack=8, **ONE_A_TILE),
+    ),
+}  # fmt: skip
+
+
+def choices(workload: Workload) -> tuple[Configuration, ...]:
+    """The entry of CHOICES that the workload's class has."""
+    w = workload
+    kind = has_upper_bound(w), max(w.L, w.S) <= SHORT
+    return next(found for (limit, *rest), found in CHOICES.items() if w.D <= limit and tuple(rest) == kind)
 
 
 def usual(workload: Workload) -> Configuration:
     """The configuration that is taken where nobody tuned."""
-    bounded = has_upper_bound(workload)
-    return next(found for (limit, kind), found in USUAL.items() if workload.D <= limit and kind == bounded)
-
-
-TILES: dict[int, tuple[tuple[int, int, int], ...]] = {  # (groups, keys, stages) worth timing, by largest head dim
-    64: ((3, 128, 3), (3, 128, 4), (3, 128, 5), (3, 112, 4), (3, 96, 5), (2, 176, 3), (2, 192, 3), (2, 128, 5)),
-    128: ((2, 176, 2), (2, 160, 2), (2, 144, 2), (2, 128, 3), (2, 128, 2), (2, 112, 3), (2, 96, 4)),
-    192: ((2, 112, 2), (2, 96, 2), (2, 80, 3), (2, 64, 3)),
-    256: ((2, 80, 2), (2, 64, 2), (2, 48, 3)),
-}
+    return choices(workload)[0]
 
 
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
     """Configurations worth timing for this workload, the usual one first; each fits."""
     del device
-    width = next(limit for limit in TILES if workload.D <= limit)
-    first = usual(workload)
-    found = dict.fromkeys([first, *_variants(first)])
-    found.update(dict.fromkeys(dataclasses.replace(first, groups=g, keys=k, stages=s) for g, k, s in TILES[width]))
-    return [one for one in found if one.fits(workload.D)]
-
-
-def _variants(first: Configuration) -> Iterator[Configuration]:
-    """The usual one with each switch turned."""
-    yield dataclasses.replace(first, ping_pong=not first.ping_pong)
-    yield dataclasses.replace(first, slack=8)
-    yield dataclasses.replace(first, slack=8, ping_pong=not first.ping_pong)
-    yield dataclasses.replace(first, snake=False)
-    yield dataclasses.replace(first, persistent=False)
+    return [one for one in choices(workload) if one.fits(workload.D)]

@@ -1,7 +1,8 @@
 // Attention forward for Hopper: a warp that copies, warpgroups that multiply, and nobody who waits for a whole block.
 //
 // Grid: as many blocks as multiprocessors (or fewer); each walks over tiles of QUERIES rows of one head in an order that is
-// fixed by its index. Threads: a warpgroup of which one thread asks the copy engine for tiles, then GROUPS of 64 rows.
+// fixed by its index, or that the host wrote into a table. Threads: a warpgroup of which one thread asks the copy engine for
+// tiles, then GROUPS of 64 rows.
 // A group's step: scores of a tile of keys are begun, then the values of the tile before are added; while both run, it
 // waits for the scores alone and computes their weights; then it waits for the sums and brings them to the new maximum.
 // Keys go from the last visible tile to the first: the tile that needs a mask for sure comes first, once.
@@ -10,9 +11,11 @@
 // a tile (a multiple of 16); STAGES of keys and of values; REGISTERS_COPY and REGISTERS_GROUP a thread; and switches:
 //   DIAGONAL   row i sees keys below i + reach        WINDOW  row i sees keys from i + lag on
 //   PING_PONG  groups begin their products in turn    SNAKE   every other round of tiles goes backwards over the blocks
+//   TABLE      tiles are walked over as `order` says; otherwise in turn, and nobody reads `order`
+//   QUERY_SLOTS 2: the next tile's queries are copied while this one's are used
 //   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
 // scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L).
-// Shared: 1024 + (QUERIES + 2 * STAGES * KEYS) * PANELS * 128 bytes, then the barriers.
+// Shared: 1024 + (QUERY_SLOTS * QUERIES + 2 * STAGES * KEYS) * PANELS * 128 bytes, then the barriers.
 #include "../cuda_headers/copy_engine.cuh"
 #include "../cuda_headers/fragments.cuh"
 #include "../cuda_headers/warpgroup.cuh"
@@ -28,15 +31,15 @@
 #define FIRST_TURN 1  // of the block's barriers 0 to 15, the one of group 0
 
 struct Barriers {
-  Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  Barrier q_full[QUERY_SLOTS], q_empty[QUERY_SLOTS], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
-// Place in a ring of STAGES buffers, and the parity of the round.
-struct Ring {
+// Place in a ring of buffers, and the parity of the round.
+template <int Buffers> struct Ring {
   int stage = 0;
   unsigned phase = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
+    if (++stage == Buffers) stage = 0, phase ^= 1;
   }
 };
 
@@ -51,16 +54,35 @@ struct Work {
 
 __device__ __forceinline__ int tiles_of(int keys) { return (keys + KEYS - 1) / KEYS; }
 
-// The block's tile of round `turn`; false after the last. Of a section of heads, the last rows of all heads come first.
-__device__ __forceinline__ bool find_work(Work& work, const Shape& shape, int turn) {
-  int place = SNAKE && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, tile = turn * gridDim.x + place;
-  if (tile >= shape.heads * shape.row_tiles) return false;
-  int section = tile / (shape.section * shape.row_tiles), inside = tile - section * shape.section * shape.row_tiles;
-  int heads = min(shape.section, shape.heads - section * shape.section), row_tile = inside / heads;
-  int head = section * shape.section + inside - row_tile * heads;
+// The block's tiles, one a turn. `order`: head * row_tiles + row tile of each block's turn, blocks side by side, and -1 where
+// a block has no more; it is read a turn early. Without it: of a section of heads, the last rows of all heads come first.
+struct Turns {
+  const int* order;
+  int turn = 0, ahead = 0;
+  __device__ __forceinline__ void look_ahead() {
+    if (TABLE) ahead = order[turn * gridDim.x + blockIdx.x];
+  }
+  __device__ __forceinline__ bool take(Work& work, const Shape& shape);
+};
+
+__device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
+  int head, row_tile;
+  if (TABLE) {
+    if (ahead < 0) return false;
+    head = ahead / shape.row_tiles;
+    row_tile = ahead - head * shape.row_tiles;
+  } else {
+    int place = SNAKE && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, tile = turn * gridDim.x + place;
+    if (tile >= shape.heads * shape.row_tiles) return false;
+    int section = tile / (shape.section * shape.row_tiles), inside = tile - section * shape.section * shape.row_tiles;
+    int heads = min(shape.section, shape.heads - section * shape.section), from_last = inside / heads;
+    head = section * shape.section + inside - from_last * heads;
+    row_tile = shape.row_tiles - 1 - from_last;
+  }
+  turn++;
   work.batch = head / shape.H;
   work.head = head - work.batch * shape.H;
-  work.first = (shape.row_tiles - 1 - row_tile) * QUERIES;
+  work.first = row_tile * QUERIES;
   int high = DIAGONAL ? min(shape.S, min(work.first + QUERIES, shape.L) - 1 + shape.reach) : shape.S;
   work.end = tiles_of(max(high, 0));
   work.begin = WINDOW ? min(max(work.first + shape.lag, 0) / KEYS, work.end) : 0;
@@ -73,8 +95,8 @@ struct Copies {
   const TensorMap *q, *k, *v;
   char *queries, *keys, *values;
   Barriers* barriers;
-  Ring key_ring, value_ring;
-  unsigned query_phase = 0;
+  Ring<QUERY_SLOTS> query_ring;
+  Ring<STAGES> key_ring, value_ring;
 
   __device__ __forceinline__ void fill(char* to, const TensorMap& map, Barrier* full, int rows, int row, int head, int batch) {
     arrive_expecting(full, rows * ROW_BYTES * PANELS);
@@ -92,14 +114,20 @@ struct Copies {
     fill(values + value_ring.stage * KEY_BYTES, *v, &barriers->v_full[value_ring.stage], KEYS, tile * KEYS, head, batch);
     value_ring.next();
   }
+  __device__ __forceinline__ void fill_queries(const Work& work) {
+    wait_for(&barriers->q_empty[query_ring.stage], query_ring.phase ^ 1);
+    fill(queries + query_ring.stage * QUERY_BYTES, *q, &barriers->q_full[query_ring.stage], QUERIES, work.first, work.head,
+         work.batch);
+    query_ring.next();
+  }
+  // A second slot for queries is free long before this tile's first keys can be copied, an only one is free after them.
   // Values are needed a tile later than keys, so they are asked for a tile later.
   __device__ __forceinline__ void serve(const Work& work, int group) {
     if (work.begin >= work.end) return;
     int head = work.head / group;
+    if (QUERY_SLOTS > 1) fill_queries(work);
     fill_keys(work.end - 1, head, work.batch);
-    wait_for(&barriers->q_empty, query_phase ^ 1);
-    fill(queries, *q, &barriers->q_full, QUERIES, work.first, work.head, work.batch);
-    query_phase ^= 1;
+    if (QUERY_SLOTS == 1) fill_queries(work);
 #pragma unroll 1
     for (int tile = work.end - 2; tile >= work.begin; tile--) {
       fill_keys(tile, head, work.batch);
@@ -161,7 +189,8 @@ struct Group {
   float s[SCORE_TILES][4], acc[DIM_TILES][4];
   unsigned weights[KEYS / 16][4];
   Rows rows;
-  Ring keys, values;
+  Ring<QUERY_SLOTS> queries;
+  Ring<STAGES> keys, values;
   Barriers* barriers;
   u64 query_operand, key_operand, value_operand;
   float scale2;
@@ -179,13 +208,13 @@ struct Group {
 
   // Begun, not waited for.
   __device__ __forceinline__ void start_scores() {
-    u64 k = key_operand + keys.stage * (KEY_BYTES >> 4);
+    u64 q = query_operand + queries.stage * (QUERY_BYTES >> 4), k = key_operand + keys.stage * (KEY_BYTES >> 4);
     settle<SCORE_TILES>(s);
     begin_products();
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) {
       int panel = d / 4, inside = d % 4 * 32;
-      multiply_shared<KEYS, T16>(s, query_operand + ((panel * QUERIES * ROW_BYTES + inside) >> 4),
+      multiply_shared<KEYS, T16>(s, q + ((panel * QUERIES * ROW_BYTES + inside) >> 4),
                                  k + ((panel * KEYS * ROW_BYTES + inside) >> 4), d > 0);
     }
     commit_products();
@@ -231,7 +260,7 @@ struct Group {
     settle<SCORE_TILES>(s);
     release(&barriers->k_empty[keys.stage]);
     keys.next();
-    if (last) release(&barriers->q_empty);
+    if (last) release(&barriers->q_empty[queries.stage]);
     if (Masked) mask_tile(s, rows, tile * KEYS);
     softmax_tile<First, Masked>(s, rows, scale2);
     if (!First) {
@@ -271,7 +300,7 @@ struct Group {
 #pragma unroll 1
     for (; tile >= end; tile--) skip();
     if (tile < begin) {
-      if (work.begin < work.end) release(&barriers->q_empty);
+      if (work.begin < work.end) release(&barriers->q_empty[queries.stage]);
     } else {
       attend<true, true>(tile, tile == begin);
       tile--;
@@ -318,16 +347,19 @@ struct Group {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_cuda_forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                        const __grid_constant__ TensorMap v, T16* out, float* lse, i64 ob, i64 oh, i64 ot, float scale,
-                        int heads, int H, int group, int L, int S, int row_tiles, int section, int reach, int lag) {
+                        const __grid_constant__ TensorMap v, T16* out, float* lse, const int* table, i64 ob, i64 oh,
+                        i64 ot, float scale, int heads, int H, int group, int L, int S, int row_tiles, int section,
+                        int reach, int lag) {
   extern __shared__ char unaligned[];
   char* queries = unaligned + (1024 - (unsigned)__cvta_generic_to_shared(unaligned) % 1024) % 1024;
-  char *keys = queries + QUERY_BYTES, *values = keys + STAGES * KEY_BYTES;
+  char *keys = queries + QUERY_SLOTS * QUERY_BYTES, *values = keys + STAGES * KEY_BYTES;
   Barriers* barriers = (Barriers*)(values + STAGES * KEY_BYTES);
   Shape shape = {heads, H, group, L, S, row_tiles, section, reach, lag};
   if (threadIdx.x == 0) {
-    make_barrier(&barriers->q_full, 1);
-    make_barrier(&barriers->q_empty, 4 * GROUPS);
+    for (int slot = 0; slot < QUERY_SLOTS; slot++) {
+      make_barrier(&barriers->q_full[slot], 1);
+      make_barrier(&barriers->q_empty[slot], 4 * GROUPS);
+    }
     for (int stage = 0; stage < STAGES; stage++) {
       make_barrier(&barriers->k_full[stage], 1);
       make_barrier(&barriers->v_full[stage], 1);
@@ -340,12 +372,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);  // the same for a warp, which the compiler then knows
   Work work;
+  Turns turns = {table};
+  turns.look_ahead();
   if (warpgroup == 0) {
     shrink_to<REGISTERS_COPY>();
     if (threadIdx.x == 0) {
       Copies copies = {&q, &k, &v, queries, keys, values, barriers};
 #pragma unroll 1
-      for (int turn = 0; find_work(work, shape, turn); turn++) copies.serve(work, group);
+      while (turns.take(work, shape)) {
+        turns.look_ahead();
+        copies.serve(work, group);
+      }
     }
   } else {
     grow_to<REGISTERS_GROUP>();
@@ -357,14 +394,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     own.value_operand = describe_operand(values, KEYS * ROW_BYTES);
     own.scale2 = scale * LOG2_E;
     if (PING_PONG && own.index == 0) pass<256>(FIRST_TURN);
-    unsigned query_phase = 0;
 #pragma unroll 1
-    for (int turn = 0; find_work(work, shape, turn); turn++) {
-      if (work.begin < work.end) {
-        wait_for(&barriers->q_full, query_phase);
-        query_phase ^= 1;
-      }
+    while (turns.take(work, shape)) {
+      if (work.begin < work.end) wait_for(&barriers->q_full[own.queries.stage], own.queries.phase);
       own.walk(work, shape);
+      if (work.begin < work.end) own.queries.next();
+      turns.look_ahead();  // here, where registers are free and there is the result to store meanwhile
       int row = work.first + 64 * own.index + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       float factor[2];
 #pragma unroll

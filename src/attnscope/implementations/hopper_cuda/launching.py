@@ -92,11 +92,24 @@ def _encoder() -> Any:
     return function
 
 
-def bind(kernel: cuda.Kernel, grid: int, block: int, shared_bytes: int, args: tuple[Any, ...]) -> Callable[[], None]:
-    """A call that queues the kernel on torch's current stream, with its arguments packed now. Args as of
+@functools.cache
+def _launcher() -> Any:
+    """cuLaunchKernel of the driver's library: through the bindings a call costs the host several times as much."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    except (OSError, AttributeError) as error:
+        raise PrepareFailed(f"the driver's library does not load: {error}\nhint: install NVIDIA's driver") from None
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+def bind(
+    kernel: cuda.Kernel, device_index: int, grid: int, block: int, shared_bytes: int, args: tuple[Any, ...]
+) -> Callable[[], None]:
+    """A call that queues the kernel on torch's current stream of the device, with its arguments packed now. Args as of
     ``Kernel.launch``, and tensor maps. It changes nothing, so threads may share it."""
     import torch
-    from cuda.bindings import driver
 
     kept: list[Any] = []
     addresses = []
@@ -109,13 +122,14 @@ def bind(kernel: cuda.Kernel, grid: int, block: int, shared_bytes: int, args: tu
         kept.append(kind(value))
         addresses.append(ctypes.addressof(kept[-1]))
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-    where, handle = ctypes.addressof(pointers), kernel.handle
-    launch, good = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
+    number = ctypes.c_uint
+    sizes = (number(grid), number(1), number(1), number(block), number(1), number(1), number(shared_bytes))
+    where, handle = ctypes.c_void_p(ctypes.addressof(pointers)), ctypes.c_void_p(int(kernel.handle))
+    launch, stream_of = _launcher(), torch._C._cuda_getCurrentRawStream
 
     def run(_kept: tuple[Any, ...] = (kept, pointers)) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        (status,) = launch(handle, grid, 1, 1, block, 1, 1, shared_bytes, stream, where, 0)
-        if status != good:
-            raise PrepareFailed(f"launching {kernel.name} failed: {status.name}, grid {grid}, block {block}")
+        status = launch(handle, *sizes, stream_of(device_index), where, None)
+        if status != 0:
+            raise PrepareFailed(f"launching {kernel.name} failed: CUresult {status}, grid {grid}, block {block}")
 
     return run

@@ -225,11 +225,22 @@ def _scores(
 
 
 @_device
-def _kept(tile, keep, keep_strides, keep_scale, b, h, rows, keys, L, S):
-    """``tile`` after the given dropout."""
+def _kept(tile, keep, keep_strides, b, h, rows, keys, L, S):
+    """``tile`` after the given dropout, not made up for: a scaled probability of 1 would round the same way everywhere.
+
+    Sums of it are multiplied by ``keep_scale`` instead.
+    """
     if keep is not None:
-        tile = tl.where(_elements(keep, keep_strides, b, h, rows, keys, L, S, 0) != 0, tile * keep_scale, 0.0)
+        tile = tl.where(_elements(keep, keep_strides, b, h, rows, keys, L, S, 0) != 0, tile, 0.0)
     return tile
+
+
+@_device
+def _made_up(sums, keep, keep_scale):
+    """What was dropped made up for, after summing."""
+    if keep is not None:
+        sums = sums * keep_scale
+    return sums
 
 
 @_device
@@ -265,7 +276,7 @@ def _attend(
         rescale = tl.exp2(top - shift)
         total = total * rescale + tl.sum(weights, 1)
         top = higher
-        weights = _kept(weights, keep, keep_strides, keep_scale, b, h, rows[:, None], keys, L, S)
+        weights = _kept(weights, keep, keep_strides, b, h, rows[:, None], keys, L, S)
         v_tile = _load(v, v_strides, key, S, KEYS, BLOCK_DV, D_V, WIDE, MASKED)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
     return acc, top, total
@@ -316,7 +327,7 @@ def triton_fused_attention_forward(
     )  # fmt: skip
 
     seen = total > 0
-    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    acc = _made_up(acc / tl.where(seen, total, 1.0)[:, None], keep, keep_scale)
     natural = (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453  # ln 2
     _store(_head(out, out_strides, b, h), out_strides, row, L, acc, ROWS, BLOCK_DV, D_V, WIDE)
     tl.store(lse + head.to(tl.int64) * L + rows, tl.where(seen, natural, -float("inf")), mask=rows < L)
@@ -362,7 +373,7 @@ def _add_dq(
             scale, softcap, slopes, bias, bias_strides, mask, mask_strides, MASKED,
         )  # fmt: skip
         grad_p = tl.dot(grad, tl.trans(v_tile), input_precision=PRECISION)
-        grad_p = _kept(grad_p, keep, keep_strides, keep_scale, b, h, rows[:, None], keys, L, S)
+        grad_p = _made_up(_kept(grad_p, keep, keep_strides, b, h, rows[:, None], keys, L, S), keep, keep_scale)
         grad_s = tl.exp2(scores - lse[:, None]) * (grad_p - delta[:, None]) * slope_of_cap
         acc = tl.dot(grad_s.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
@@ -434,10 +445,10 @@ def _add_dkdv(
             scale, softcap, slopes, bias, bias_strides, mask, mask_strides, MASKED,
         )  # fmt: skip
         probabilities = tl.exp2(scores - lse_row[None, :])
-        weights = _kept(probabilities, keep, keep_strides, keep_scale, b, h, rows[None, :], keys[:, None], L, S)
+        weights = _kept(probabilities, keep, keep_strides, b, h, rows[None, :], keys[:, None], L, S)
         dv = tl.dot(weights.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
         grad_p = tl.dot(v, tl.trans(grad_tile), input_precision=PRECISION)
-        grad_p = _kept(grad_p, keep, keep_strides, keep_scale, b, h, rows[None, :], keys[:, None], L, S)
+        grad_p = _made_up(_kept(grad_p, keep, keep_strides, b, h, rows[None, :], keys[:, None], L, S), keep, keep_scale)
         grad_s = probabilities * (grad_p - delta_row[None, :]) * slope_of_cap
         dk = tl.dot(grad_s.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
@@ -485,6 +496,7 @@ def triton_fused_attention_backward_dkdv(
             D, D_V, BLOCK_D, BLOCK_DV, ROWS, WIDE, PRECISION, True,
         )  # fmt: skip
     _store(_head(dk, dk_strides, b, kv), dk_strides, key, S, dk_acc * scale, KEYS, BLOCK_D, D, WIDE)
+    dv_acc = _made_up(dv_acc, keep, keep_scale)
     _store(_head(dv, dv_strides, b, kv), dv_strides, key, S, dv_acc, KEYS, BLOCK_DV, D_V, WIDE)
 
 
@@ -531,7 +543,8 @@ def triton_fused_attention_backward_dbias(
                 )
                 v_tile = _load(_head(v, v_strides, b, h // GROUP), v_strides, key, S, KEYS, BLOCK_DV, D_V, WIDE, True)
                 grad_p = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
-                grad_p = _kept(grad_p, keep, keep_strides, keep_scale, b, h, rows[:, None], keys[None, :], L, S)
+                grad_p = _kept(grad_p, keep, keep_strides, b, h, rows[:, None], keys[None, :], L, S)
+                grad_p = _made_up(grad_p, keep, keep_scale)
                 base = (tl.cast(b, tl.int64) * H + h) * L
                 lse_row = _log2_lse(lse + base, rows, rows < L)
                 delta_row = tl.load(delta + base + rows, mask=rows < L, other=0.0)

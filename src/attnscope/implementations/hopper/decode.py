@@ -1,0 +1,360 @@
+"""Stage 2: attention of few query rows (decoding), a part of ``hopper``: what is launched, with how many splits.
+
+Reads Inputs, writes Output. Must not import another implementation or a later stage. The kernels stand in
+``decode_kernels.py``, the ideas in docs/concepts/hopper_decode.md.
+
+All that a workload, a card and the tensors' strides fix is kept as a plan: compiled kernels, grid, arguments. A call
+takes its plan, allocates out, lse and, where keys are split, the parts from torch's caching allocator, and launches. No
+memory outlives a call, so calls on any streams and replays of any graphs may overlap. On a CPU the kernels run in
+Triton's interpreter, for tests alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attnscope.device import Device
+from attnscope.errors import PrepareFailed, UsageError
+from attnscope.implementation import FEATURES, Gradients, Output
+from attnscope.implementations.common import empty_like_inputs
+from attnscope.implementations.hopper import launching
+from attnscope.implementations.hopper.gluon_shim import Machine
+from attnscope.inputs import Inputs, Tensor, torch_dtype
+from attnscope.workload import Workload
+
+MAX_ROWS = 64  # query rows times heads of a group: one tile of them, so that K and V are read once
+MAX_HEAD_DIM = 256
+MAX_POSITIONS = 2**30  # L + S: positions are 32 bits wide
+MAX_GRID = 65535  # largest y and z of a CUDA grid: key/value heads and batch entries
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # 5, 20 and 40 lost to both neighbours
+REFUSED = frozenset({"mask", "bias", "packed", "dropout"})
+ALIGNMENT = 16  # bytes that are copied at a time
+VECTOR = 8  # elements of 16 bits in them
+COMBINE_ELEMENTS = 8192  # of parts that the second kernel has in its registers at a time
+LOG2_E = 1.4426950408889634
+
+
+Launch = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program works on at a time, how Triton shall compile it, how many programs a multiprocessor holds.
+
+    ``ahead`` tiles (0 or a power of 2) are announced to the L2 cache before the query tile is waited for.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+    ahead: int = 0
+
+
+# By (packed rows, larger head dim as held), the first that is large enough; of several the least predicted time wins.
+# ``resident`` follows from shared memory (227 KiB) and registers. Those of (16, 128) were measured, the others follow.
+TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (16, 64): (Tile(16, 128, 4, 3, 3),),
+    (16, 128): (Tile(16, 64, 4, 3, 3), Tile(16, 128, 4, 2, 2, ahead=1)),
+    (16, 256): (Tile(16, 32, 4, 3, 3),),
+    (32, 64): (Tile(32, 128, 4, 3, 2),),
+    (32, 128): (Tile(32, 64, 4, 3, 2),),
+    (32, 256): (Tile(32, 16, 4, 4, 3),),
+    (64, 64): (Tile(64, 64, 4, 3, 2),),
+    (64, 128): (Tile(64, 64, 4, 3, 2),),
+    (64, 256): (Tile(64, 32, 4, 3, 1),),
+}
+
+
+def fits(workload: Workload, device: Device) -> bool:
+    """Whether this kernel takes the workload on the device: few rows, no option that it lacks, a card of 9.0."""
+    w = workload
+    return (
+        device.kind == "cuda"
+        and device.capability == (9, 0)
+        and w.dtype in ("bf16", "fp16")
+        and w.L * w.group <= MAX_ROWS
+        and not w.features & REFUSED
+        and all(dim <= MAX_HEAD_DIM and dim % VECTOR == 0 for dim in (w.D, w.D_v))
+        and w.L + w.S < MAX_POSITIONS
+        and max(w.H_kv, w.B) <= MAX_GRID
+    )
+
+
+def taken_features() -> frozenset[str]:
+    """The words of a sheet that the kernel claims."""
+    return frozenset(FEATURES) - REFUSED
+
+
+def tiles_for(workload: Workload, device: Device) -> tuple[Tile, ...]:
+    """The entry of ``TILES`` for the packed rows and head dims; the interpreter's own on a CPU."""
+    rows = workload.L * workload.group
+    if device.kind == "cpu":
+        return (Tile(next(most for most in (16, 32, 64) if most >= min(rows, MAX_ROWS)), 16, 4, 1, 1),)
+    dim = max(_block(workload.D), _block(workload.D_v))
+    return next(tiles for (most, dims), tiles in TILES.items() if most >= min(rows, MAX_ROWS) and dims >= dim)
+
+
+def keys_to_read(workload: Workload) -> int:
+    """The most keys that the rows of any batch entry see together: what is there to be split."""
+    w = workload
+    if w.B == 0 or w.L == 0:
+        return 0
+    entries = range(w.B) if w.lengths is not None else (0,)
+    return max(0, *(w.row_interval(b, w.L - 1)[1] - max(w.row_interval(b, 0)[0], 0) for b in entries))
+
+
+# Fitted to the decode suite on one H200 (docs/concepts/hopper_decode.md).
+BYTES_PER_US = 4.578e6  # read bandwidth
+ALONE = 1.0  # programs a multiprocessor that draw it all, where all programs run at once
+LAST = 1.5  # and in a last round, whose programs begin where the first ones ended, several on one multiprocessor
+DRIFT = 4  # rounds after which programs no longer end together, so that there is no last round
+START_US = 3.0  # from launch to first and from last byte to end
+COMBINE_US, COMBINE_ROW_US, COMBINE_PART_US = 3.0, 0.001, 0.004  # second kernel: itself, each row, each program's part
+
+
+def predicted_us(workload: Workload, tile: Tile, splits: int, multiprocessors: int) -> float:
+    """Time on the card, where each key/value head of each batch entry is read by ``splits`` programs of one tile."""
+    w, programs = workload, workload.B * workload.H_kv * splits
+    each = -(-keys_to_read(w) // (tile.keys * splits))
+    tile_us = tile.keys * (w.D + w.D_v) * 2 / BYTES_PER_US
+    slots = multiprocessors * tile.resident
+    rounds, rest = divmod(programs, slots)
+    if rest and rounds < DRIFT:
+        rest = max(rest, round(multiprocessors * (LAST if rounds else ALONE)))
+    second = COMBINE_US + COMBINE_ROW_US * w.B * w.H * w.L + COMBINE_PART_US * programs
+    return (rounds * slots + rest) * each * tile_us + START_US + (second if splits > 1 else 0.0)
+
+
+def choose(workload: Workload, device: Device, tiles: tuple[Tile, ...]) -> tuple[Tile, int]:
+    """Which of ``tiles``, and how many programs share the keys of one: the first of the least predicted time.
+
+    One split where one tile does not hold all rows (then there are programs enough) or there is nothing to read.
+    """
+    keys, rows = keys_to_read(workload), workload.L * workload.group
+    options = [
+        (tile, splits)
+        for tile in tiles
+        for splits in SPLITS
+        if splits == 1 or (rows <= tile.rows and splits * tile.keys < keys + tile.keys)
+    ]
+    multiprocessors = device.multiprocessors or 132
+    return min(options, key=lambda option: round(predicted_us(workload, *option, multiprocessors), 2))
+
+
+def load_kernels() -> Any:
+    """The module of the kernels, made by ``triton.jit``."""
+    from attnscope.implementations.hopper import decode_kernels
+
+    return decode_kernels.load()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What calls of one set of strides share: the launches, each a function of its tensors."""
+
+    decode: Launch
+    combine: Launch | None
+
+
+class DecodeKernel:
+    """Attention of few rows for one workload on one device. Thread-safe; on any stream, in any graph."""
+
+    def __init__(
+        self, workload: Workload, device: Device, *, tile: Tile | None = None, splits: int | None = None
+    ) -> None:
+        """``tile`` and ``splits`` are chosen where not given. Raises what importing triton raises."""
+        w = self.workload = workload
+        self.device = device
+        tiles = (tile,) if tile else tiles_for(w, device)
+        self.tile, chosen = (tiles[0], splits) if splits else choose(w, device, tiles)
+        row_tiles = -(-w.L * w.group // self.tile.rows)
+        self.splits = chosen if row_tiles <= 1 else 1
+        self.grid = max(row_tiles, self.splits if row_tiles else 0), w.H_kv, w.B
+        self._kernels = load_kernels()
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._on_cuda = device.kind == "cuda"
+        rows = w.B * w.H * w.L
+        self._parts = rows * self.splits * (w.D_v + 1) if self.splits > 1 else 0
+        row, head = (w.H * w.D_v, w.D_v) if w.layout != "bhld" else (w.D_v, w.L * w.D_v)
+        self._out_shape, self._out_strides = (w.B, w.H, w.L, w.D_v), (w.L * w.H * w.D_v, head, row, 1)
+        self._lse_shape = w.B, w.H, w.L
+
+    def compile(self) -> None:
+        """Compiles and loads what tensors of the workload's own layout need."""
+        q, k, v = empty_like_inputs(self.workload, torch_dtype(self.workload.dtype), "meta")
+        self._plan_for(q.stride(), k.stride(), v.stride())
+
+    def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
+        """out ``(B, H, L, D_v)`` in the workload's layout and lse ``(B, H, L)``, natural, float32; saves nothing.
+
+        q, k and v are read in place where their rows lie whole and begin at multiples of 16 bytes, as they do in every
+        layout of a workload; an odd view is copied first.
+        """
+        import torch
+
+        del save
+        q, k, v = inputs.q, inputs.k, inputs.v
+        float32, place = torch.float32, q.device
+        out = torch.empty_strided(self._out_shape, self._out_strides, dtype=q.dtype, device=place)
+        lse = torch.empty(self._lse_shape, dtype=float32, device=place)
+        if 0 in self.grid:
+            return Output(out, lse)
+        strides = q.stride(), k.stride(), v.stride()
+        plan = self._plans.get(strides)
+        if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+            q, k, v = (tensor if is_readable(tensor, self.tile.keys) else _copied(tensor) for tensor in (q, k, v))
+            plan = self._plan_for(q.stride(), k.stride(), v.stride())
+        sinks, options = inputs.sinks, (inputs.lengths, inputs.alibi_slopes)
+        if plan.combine is None:
+            plan.decode(q, k, v, out, lse, lse, *options, sinks)
+        else:
+            parts = torch.empty(self._parts, dtype=float32, device=place)
+            plan.decode(q, k, v, out, lse, parts, *options, sinks)
+            plan.combine(parts, out, lse, sinks)
+        return Output(out, lse)
+
+    def backward(self, inputs: Inputs, saved: Any) -> Gradients:
+        """There is none, as the sheet says."""
+        raise UsageError("hopper has no backward\nhint: triton_fused has one")
+
+    def _plan_for(self, *strides: tuple[int, ...]) -> _Plan:
+        """The plan of these strides of q, k and v, made where there is none; compiles."""
+        plan = self._plans.get(strides)
+        if plan is None:
+            plan = _Plan(self._decode_launch(strides), self._combine_launch() if self.splits > 1 else None)
+            self._plans[strides] = plan
+        return plan
+
+    def _decode_launch(self, strides: tuple[tuple[int, ...], ...]) -> Launch:
+        w, tile = self.workload, self.tile
+        plain = w.softcap is None and not w.alibi
+        window = min(w.window or 0, w.L + w.S)  # a wider one hides nothing, and might not fit in 32 bits
+        numbers = [
+            w.L, w.S, window, self.splits, w.effective_scale * (LOG2_E if plain else 1.0), w.softcap,
+            *(stride // VECTOR for tensor in (*strides, self._out_strides) for stride in tensor[:3]),
+        ]  # fmt: skip
+        constants = {
+            "GROUP": w.group, "D": w.D, "D_V": w.D_v, "BLOCK_D": _block(w.D), "BLOCK_DV": _block(w.D_v),
+            "ROWS": tile.rows, "KEYS": tile.keys, "CAUSAL": w.causal is not None,
+            "BOTTOM_RIGHT": w.causal == "bottom_right", "WINDOWED": w.window is not None,
+            "SPLIT": self.splits > 1,
+            "AHEAD": tile.keys * tile.ahead if self._on_cuda else 0,
+        }  # fmt: skip
+        pointers = ["data", "data", "data", "data", "float32", "float32"]
+        pointers += [
+            "int32" if w.lengths is not None else "", "float32" if w.alibi else "", "float32" if w.sinks else ""
+        ]  # fmt: skip
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        return self._launch("hopper_attention_decode", self.grid, pointers, numbers, constants, options)
+
+    def _combine_launch(self) -> Launch:
+        w, block = self.workload, _block(self.workload.D_v)
+        splits = _power_of_2(self.splits)
+        numbers = [w.L, self.splits, *(stride // VECTOR for stride in self._out_strides[:3])]
+        constants = {
+            "GROUP": w.group, "D_V": w.D_v, "BLOCK_DV": block, "SPLITS": splits,
+            "CHUNK": min(splits, COMBINE_ELEMENTS // block),
+        }  # fmt: skip
+        pointers = ["float32", "data", "float32", "float32" if w.sinks else ""]
+        options = {"num_warps": 4, "num_stages": 1}
+        grid = w.L * w.group, w.H_kv, w.B
+        return self._launch("hopper_attention_decode_combine", grid, pointers, numbers, constants, options)
+
+    def _launch(
+        self, name: str, grid: tuple[int, int, int], pointers: list[str], numbers: list[Any],
+        constants: dict[str, Any], options: dict[str, Any],
+    ) -> Launch:  # fmt: skip
+        """A function of the kernel's tensors that launches it with all else; compiles and loads it on a card.
+
+        The machine code is launched past Triton, which would look at each of some forty arguments in each call.
+        """
+        kernel = getattr(self._kernels, name)
+        if not self._on_cuda:
+            return lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
+        dtypes = [self._torch_dtype(pointer) for pointer in pointers]
+        compiled = kernel.warmup(*dtypes, *numbers, grid=grid, **constants, **options)
+        given = zip(compiled.src.signature.items(), [*pointers, *numbers], strict=False)
+        values = [_argument(kind, value) for (_, kind), value in given if kind != "constexpr"]
+        launcher, index = load_machine(compiled, values, self.device.index), self.device.index
+
+        def launch(*tensors: Tensor | None) -> None:
+            import torch
+
+            key = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+            arguments = launcher.kept.get(key) or launcher.keep(key, _arguments(key, values))
+            if torch._C._cuda_getDevice() == index:
+                launcher.launch(grid[0], torch._C._cuda_getCurrentRawStream(index), arguments, grid[1], grid[2])
+            else:
+                with torch.cuda.device(index):
+                    launcher.launch(grid[0], torch._C._cuda_getCurrentRawStream(index), arguments, grid[1], grid[2])
+
+        return launch
+
+    def _torch_dtype(self, pointer: str) -> Any:
+        import torch
+
+        return (
+            None if not pointer else torch_dtype(self.workload.dtype) if pointer == "data" else getattr(torch, pointer)
+        )
+
+
+def machine_of(compiled: Any, values: list[Any]) -> Machine:
+    """What Triton compiled. Raises PrepareFailed where its parameters are not ``values`` and two of scratch."""
+    found = compiled.metadata
+    machine = Machine(found.name, compiled.asm["cubin"], 32 * found.num_warps, found.shared, compiled.asm["ptx"])
+    if machine.parameters() != [ctypes.sizeof(value) for value in values] + [8, 8]:
+        raise PrepareFailed(
+            "this release of Triton passes arguments in another way than hopper does\n"
+            "hint: install a release that attnscope names as tested, 3.6.0"
+        )
+    return machine
+
+
+def load_machine(compiled: Any, values: list[Any], index: int) -> launching.Launcher:
+    """The machine code on the card of that index. Raises PrepareFailed."""
+    return launching.Launcher(machine_of(compiled, values), index)
+
+
+_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+def _argument(kind: str, value: Any) -> Any:
+    """A parameter of one of Triton's types; a pointer (``*fp32``) is put in later."""
+    return ctypes.c_uint64(0) if kind.startswith("*") else _SCALARS[kind](value)
+
+
+def _arguments(addresses: tuple[int, ...], values: list[Any]) -> launching.Arguments:
+    """What one launch passes: pointers come first in both kernels, then numbers, then Triton's two of scratch."""
+    pointers = [ctypes.c_uint64(address) for address in addresses]
+    return launching.Arguments([*pointers, *values[len(pointers) :], ctypes.c_uint64(0), ctypes.c_uint64(0)])
+
+
+def is_readable(tensor: Tensor, keys: int) -> bool:
+    """Whether 16 bytes at a time can be copied from it, and offsets within ``keys`` of its rows fit in 32 bits."""
+    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
+    return (
+        tensor.data_ptr() % ALIGNMENT == 0
+        and (tensor.stride(3) == 1 or tensor.shape[3] == 1)
+        and all(stride % VECTOR == 0 for stride in strides)
+        and tensor.stride(2) * keys < 2**31
+    )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    import torch
+
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _block(dim: int) -> int:
+    """The head dim as the kernels hold it: a power of 2, at least the 16 of a tensor core product."""
+    return max(16, _power_of_2(dim))
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()

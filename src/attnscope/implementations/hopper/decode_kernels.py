@@ -1,0 +1,260 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+"""Stage 2: the decode kernels of ``hopper``, in plain Triton, which is imported by :func:`load`, never before.
+
+Reads pointers, strides and sizes, writes out and lse. Must not import another implementation or a later stage.
+
+**Idea.** With few query rows attention is a single read of K and V, so what counts is bytes in flight on every
+multiprocessor. The query heads that share a key/value head are packed into the rows of one tile (row = query * GROUP +
+head of the group), so K and V are read once for all of them, and the keys of a head are split over ``splits`` programs.
+**Grid.** (split, or tile of rows where keys are not split; key/value head; batch). **Memory.** Tiles of KEYS keys go to
+shared memory by 16-byte asynchronous copies, several tiles ahead of the products; strides come in units of 8 elements,
+which is how Triton knows that they are that wide. **Bound.** Read bandwidth; tensor cores are busy a tenth of the time.
+
+One loop, in which every tile is masked: a second loop for boundary tiles would let the copies run dry between the two.
+Where the keys are split, a part is its normalised out and its log2-sum-exp in float32; a second kernel on the same
+stream adds them up, so no memory outlives a call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Numbers whose being 1 or a multiple of 16 shall not make Triton compile anew, and tensors of a caller that need not
+# begin at a multiple of 16 bytes: the others are looked at (decode.is_readable) or made here.
+UNSPECIALIZED = (
+    "lengths", "slopes", "sinks",
+    "L", "S", "window", "splits",
+    "q_b", "q_h", "q_l", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "out_b", "out_h", "out_l",
+)  # fmt: skip
+_DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def _device(function: Callable[..., Any]) -> Any:
+    """Marks what :func:`load` hands to ``triton.jit``."""
+    _DEVICE_FUNCTIONS[function.__name__] = function
+    return function
+
+
+def load() -> Any:
+    """This module with its kernels made by ``triton.jit``. Raises what importing triton raises."""
+    module = sys.modules[__name__]
+    if "tl" not in vars(module):
+        triton = importlib.import_module("triton")
+        language = importlib.import_module("triton.language")
+        made = {name: triton.jit(f, do_not_specialize=UNSPECIALIZED) for name, f in _DEVICE_FUNCTIONS.items()}
+        vars(module).update(made, tl=language)
+    return module
+
+
+@_device
+def _seen_by(
+    query, b, lengths, L, S, window, CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, WINDOWED: tl.constexpr
+):  # fmt: skip
+    """Each row sees keys low <= j < high (Workload.row_interval); also where each row stands among the keys."""
+    length = S
+    if lengths is not None:
+        length = tl.load(lengths + b)
+    position = query
+    if BOTTOM_RIGHT:
+        position += length - L
+    low = query * 0
+    high = low + length
+    if CAUSAL:
+        high = tl.minimum(high, position + 1)
+    if WINDOWED:
+        low = tl.maximum(low, position - window + 1)
+        high = tl.minimum(high, position + window)
+    return low, high, position
+
+
+@_device
+def _share(first, last, split, splits, KEYS: tl.constexpr):
+    """start, stop: this split's run of the keys [first, last); runs differ by one tile at most."""
+    last = tl.maximum(last, first)
+    tiles = tl.cdiv(last - first, KEYS)
+    each = tiles // splits
+    longer = tiles - each * splits
+    start = first + (split * each + tl.minimum(split, longer)) * KEYS
+    count = each + (split < longer).to(tl.int32)
+    return start, tl.minimum(start + count * KEYS, last)
+
+
+@_device
+def _tanh(x):
+    """tanh to a few units in the last place: a series near 0, where 1 - e would cancel."""
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2|x|)
+    far = (1.0 - e) / (1.0 + e)
+    y = x * x
+    near = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@_device
+def _key_tile(base, stride, key, stop, KEYS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """(KEYS, BLOCK) from row ``key`` on; 0 in rows from ``stop`` on, whatever lies there, and in columns of padding."""
+    rows = tl.arange(0, KEYS)
+    columns = tl.arange(0, BLOCK)
+    inside = (key + rows < stop)[:, None]
+    if BLOCK != COLUMNS:
+        inside = inside & (columns < COLUMNS)[None, :]
+    places = base + tl.cast(key, tl.int64) * stride * 8 + (rows[:, None] * (stride * 8) + columns[None, :])
+    return tl.load(places, mask=inside, other=0.0)
+
+
+@_device
+def _announce(base, stride, start, stop, COUNT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Brings COUNT rows from ``start`` on, those below ``stop``, into the L2 cache, a line of 128 bytes at a time."""
+    rows = tl.minimum(start + tl.arange(0, COUNT), stop - 1).to(tl.int64)
+    columns = tl.minimum(tl.arange(0, (BLOCK + 63) // 64) * 64, COLUMNS - 1)
+    places = base + (rows[:, None] * (stride * 8) + columns[None, :])
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@_device
+def hopper_attention_decode(
+    q, k, v, out, lse, parts, lengths, slopes, sinks, L, S, window, splits, scale, softcap,
+    q_b, q_h, q_l, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_l,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """ROWS packed rows of one key/value head against one split of its keys: out and lse, or a part of them.
+
+    AHEAD keys are announced to the L2 cache at once: the copies of K and V begin only when the query tile has arrived.
+    ``scale`` is that of the scores, times log2(e) where nothing is done to them before the exponential. ``parts`` holds
+    (B * H * L, splits, D_V) normalised sums, then (B * H * L, splits) log2-sum-exps.
+    """
+    b = tl.program_id(2)
+    kv = tl.program_id(1)
+    if SPLIT:  # one tile then holds all rows
+        split = tl.program_id(0)
+        tile = 0
+    else:
+        split = 0
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the longest first
+    row = tile * ROWS + tl.arange(0, ROWS)
+    query = row // GROUP
+    h = kv * GROUP + row % GROUP
+    real = query < L
+    low, high, position = _seen_by(
+        tl.minimum(query, L - 1), b, lengths, L, S, window, CAUSAL, BOTTOM_RIGHT, WINDOWED
+    )  # fmt: skip
+    # Both ends of what a row sees never fall from row to row, so the first and the last row say what any of them sees.
+    first, _, _ = _seen_by(tile * ROWS // GROUP, b, lengths, L, S, window, CAUSAL, BOTTOM_RIGHT, WINDOWED)
+    last_query = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, L - 1)
+    _, last, _ = _seen_by(last_query, b, lengths, L, S, window, CAUSAL, BOTTOM_RIGHT, WINDOWED)
+    start, stop = _share(tl.maximum(first, 0), last, split, splits, KEYS)
+
+    k_head = k + (tl.cast(b, tl.int64) * k_b + tl.cast(kv, tl.int64) * k_h) * 8
+    v_head = v + (tl.cast(b, tl.int64) * v_b + tl.cast(kv, tl.int64) * v_h) * 8
+    if AHEAD > 0 and start < stop:
+        _announce(k_head, k_s, start, stop, AHEAD, D, BLOCK_D)
+        _announce(v_head, v_s, start, stop, AHEAD, D_V, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    q_row = tl.cast(b, tl.int64) * q_b + h.to(tl.int64) * q_h + query.to(tl.int64) * q_l
+    q_tile = tl.load(q + q_row[:, None] * 8 + d, mask=real[:, None] & (d < D), other=0.0)
+    if slopes is not None:
+        slope = tl.load(slopes + h, mask=real, other=0.0)
+
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for key in range(start, stop, KEYS):
+        k_tile = _key_tile(k_head, k_s, key, stop, KEYS, BLOCK_D, D)
+        keys = key + tl.arange(0, KEYS)[None, :]
+        scores = tl.dot(q_tile, tl.trans(k_tile)) * scale
+        if softcap is not None:
+            scores = _tanh(scores / softcap) * softcap
+        if slopes is not None:
+            scores -= slope[:, None] * tl.abs(position[:, None] - keys).to(tl.float32)
+        if softcap is not None or slopes is not None:
+            scores *= 1.4426950408889634  # log2(e)
+        scores = tl.where((keys >= low[:, None]) & (keys < high[:, None]), scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        top = higher
+        v_tile = _key_tile(v_head, v_s, key, stop, KEYS, BLOCK_DV, D_V)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * rescale[:, None])
+
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    if SPLIT:
+        seen = total > 0
+        head = tl.cast(b, tl.int64) * tl.num_programs(1) + kv
+        number = (head * (L * GROUP) + row) * splits + split
+        acc = acc / tl.where(seen, total, 1.0)[:, None]
+        sum2 = top + tl.log2(tl.where(seen, total, 1.0))  # -inf where no key was seen
+        tl.store(parts + number[:, None] * D_V + dv, acc, mask=real[:, None] & (dv < D_V))
+        rows = tl.cast(tl.num_programs(2), tl.int64) * tl.num_programs(1) * (L * GROUP)
+        sums = parts + rows * splits * D_V
+        tl.store(sums + number, sum2, mask=real)
+    else:
+        if sinks is not None:  # one more score, without a value
+            sink = tl.load(sinks + h, mask=real, other=-float("inf")) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+            rescale = tl.exp2(top - shift)
+            acc = acc * rescale[:, None]
+            total = total * rescale + tl.exp2(sink - shift)
+            top = higher
+        seen = total > 0
+        acc = acc / tl.where(seen, total, 1.0)[:, None]
+        natural = (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453  # ln 2
+        out_row = tl.cast(b, tl.int64) * out_b + h.to(tl.int64) * out_h + query.to(tl.int64) * out_l
+        tl.store(out + out_row[:, None] * 8 + dv, acc.to(out.dtype.element_ty), mask=real[:, None] & (dv < D_V))
+        heads = tl.cast(b, tl.int64) * (tl.num_programs(1) * GROUP) + h
+        tl.store(lse + heads * L + query, natural, mask=real)
+
+
+@_device
+def hopper_attention_decode_combine(
+    parts, out, lse, sinks, L, splits, out_b, out_h, out_l,
+    GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row of out and lse from its parts: program (packed row, key/value head, batch).
+
+    SPLITS is ``splits`` rounded up to a power of 2; CHUNK of them are read at a time.
+    """
+    b = tl.program_id(2)
+    kv = tl.program_id(1)
+    query = tl.program_id(0) // GROUP
+    h = kv * GROUP + tl.program_id(0) % GROUP
+    head = tl.cast(b, tl.int64) * tl.num_programs(1) + kv
+    number = head * tl.num_programs(0) + tl.program_id(0)
+    rows = tl.cast(tl.num_programs(2), tl.int64) * tl.num_programs(1) * tl.num_programs(0)
+    dv = tl.arange(0, BLOCK_DV)
+    first = number * splits
+    sums = parts + rows * splits * D_V + first
+    split = tl.arange(0, SPLITS)
+    top = tl.max(tl.load(sums + split, mask=split < splits, other=-float("inf")), 0)
+    sink = -float("inf")
+    if sinks is not None:
+        sink = tl.load(sinks + h) * 1.4426950408889634  # log2(e)
+        top = tl.maximum(top, sink)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.exp2(sink - shift)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for at in range(0, splits, CHUNK):
+        some = at + tl.arange(0, CHUNK)
+        weights = tl.exp2(tl.load(sums + some, mask=some < splits, other=-float("inf")) - shift)
+        places = parts + (first + some)[:, None] * D_V + dv[None, :]
+        part = tl.load(places, mask=(some < splits)[:, None] & (dv < D_V)[None, :], other=0.0)
+        acc += tl.sum(part * weights[:, None], 0)
+        total += tl.sum(weights, 0)
+    seen = total > 0
+    acc = acc / tl.where(seen, total, 1.0)
+    natural = tl.where(seen, (shift + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, -float("inf"))
+    place = (tl.cast(b, tl.int64) * out_b + tl.cast(h, tl.int64) * out_h + tl.cast(query, tl.int64) * out_l) * 8
+    tl.store(out + place + dv, acc.to(out.dtype.element_ty), mask=dv < D_V)
+    tl.store(lse + (tl.cast(b, tl.int64) * (tl.num_programs(1) * GROUP) + h) * L + query, natural)

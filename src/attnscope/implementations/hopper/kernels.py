@@ -1,0 +1,614 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+"""Stage 2: the kernel of ``hopper``, in Gluon, which is imported by :func:`load`, never before.
+
+**Idea** A block of threads owns tiles of query rows, one after the other. One warp loads tiles of Q, K and V by TMA
+through a ring; two or three groups of 128 threads multiply by wgmma, each 64 rows, and compute softmax while the tensor
+cores work on the previous tile's P V or on another group's products.
+**Grid** One dimension: as many blocks as multiprocessors, or one a tile. Where tiles differ in length a persistent grid
+reads which block works on which from a table (``schedules.py``). Else a tile's place follows from its number alone:
+under a causal mask the longest come first, heads in sections whose K and V fit the L2 cache.
+**Memory** Rank-4 descriptors over (B, heads, rows, D) with the tensors' own strides: rows beyond a head read as zeros
+and are not written. K and V share one ring, in the order K0 K1 V0 K2 V1 ... in which they are read.
+**Bound** Tensor cores at D 128 and 256, exponentials beside them at D 64.
+**Masks** Every geometric mask is one interval of keys per row. Tiles of keys at its ends are masked and walked first,
+those between need no mask and hold no code for one.
+
+Functions marked ``_device`` become Gluon's when :func:`load` is called; until then they are plain text. Scores are kept
+in units in which an exponential is one exp2. Barriers: ``full`` is completed by TMA's bytes, ``empty`` by one arrival a
+group; a slot's phase flips each time the ring wraps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attnscope.implementations.hopper import gluon_shim
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language import thread_barrier
+    from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+    from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as multiply
+    from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as multiplied
+    from triton.experimental.gluon.language.nvidia.hopper.tma import async_load as load_tile
+    from triton.experimental.gluon.language.nvidia.hopper.tma import async_store as store_tile
+    from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait as stored
+
+SCALARS = ("H", "group", "L", "S", "row_tiles", "tiles", "section", "window", "scale", "cap")
+_DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def _device(function: Callable[..., Any]) -> Any:
+    """Marks what :func:`load` hands to Gluon."""
+    _DEVICE_FUNCTIONS[function.__name__] = function
+    return function
+
+
+def load() -> Any:
+    """This module with its kernels made by ``gluon.jit``. Raises what importing triton raises."""
+    module = sys.modules[__name__]
+    if "gl" not in vars(module):
+        made = {
+            name: gluon_shim.jit(f, SCALARS if name == "hopper_attention_forward" else ())
+            for name, f in _DEVICE_FUNCTIONS.items()
+        }
+        vars(module).update(made, **gluon_shim.names())
+    return module
+
+
+# --- which tile, which keys -------------------------------------------------------------------------------------------
+
+
+@_device
+def _tiles_of_block(tiles, order):
+    """How many tiles this block works on."""
+    blocks = gl.num_programs(0)
+    place = gl.program_id(0)
+    if order is not None:
+        count = gl.load(order + place)
+    else:
+        whole = tiles // blocks
+        count = whole + gl.where(place < tiles - whole * blocks, 1, 0)
+    return count
+
+
+@_device
+def _tile_number(turn, order):
+    """The number of this block's tile in its ``turn``: the schedule's, else every so many-th."""
+    blocks = gl.num_programs(0)
+    place = gl.program_id(0)
+    if order is not None:
+        number = gl.load(order + (turn + 1) * blocks + place)
+    else:
+        number = turn * blocks + place
+    return number
+
+
+@_device
+def _place_of_tile(number, row_tiles, tiles, section, LONGEST_FIRST: gl.constexpr):
+    """(head counted over the batch, tile of rows) of a tile: a bijection."""
+    if LONGEST_FIRST:
+        heads = tiles // row_tiles
+        first = number // (section * row_tiles) * section
+        inside = number - first * row_tiles
+        width = gl.minimum(section, heads - first)
+        head = first + inside % width
+        tile = row_tiles - 1 - inside // width
+    else:
+        head = number // row_tiles
+        tile = number - head * row_tiles
+    return head, tile
+
+
+@_device
+def _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT: gl.constexpr):
+    """How many keys are real, and where query 0 stands among them."""
+    length = S
+    if lengths is not None:
+        length = gl.load(lengths + b)
+    offset = 0
+    if BOTTOM_RIGHT:
+        offset = length - L
+    return length, offset
+
+
+@_device
+def _interval(row, length, offset, starts, ends, window, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr):
+    """Row ``row`` sees keys low <= j < high (Workload.row_interval); neither end falls from one row to the next."""
+    low = row * 0
+    high = low + length
+    if starts is not None:
+        low = gl.load(starts + row)
+        high = gl.minimum(high, gl.load(ends + row))
+    if CAUSAL:
+        high = gl.minimum(high, row + offset + 1)
+    if WINDOWED:
+        low = gl.maximum(low, row + offset - window + 1)
+        high = gl.minimum(high, row + offset + window)
+    return low, high
+
+
+@_device
+def _walk(
+    row, length, offset, starts, ends, L, S, window, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """(count, masked, upper, last, whole, tail) of the tiles of keys that rows from ``row`` on see.
+
+    The first ``masked`` of ``count`` need a mask: ``upper`` of them from ``last`` - 1 down, the others from ``whole``
+    - 1 down; the rest, from ``tail`` - 1 down, do not. There is always one, be it hidden to the last key.
+    """
+    if MASKED:
+        end = gl.minimum(row + ROWS, L) - 1
+        low, high_first = _interval(row, length, offset, starts, ends, window, CAUSAL, WINDOWED)
+        low_last, high = _interval(end, length, offset, starts, ends, window, CAUSAL, WINDOWED)
+        first = gl.maximum(low, 0) // KEYS
+        last = (gl.maximum(high, 0) + KEYS - 1) // KEYS
+        nothing = last <= first
+        first = gl.where(nothing, 0, first)
+        last = gl.where(nothing, 1, last)
+        whole = gl.minimum((gl.maximum(low_last, 0) + KEYS - 1) // KEYS, last)
+        tail = gl.minimum(gl.maximum(high_first, 0) // KEYS, last)
+        split = (whole < tail) & (first < tail)
+        whole = gl.where(split, gl.maximum(whole, first), first)
+        tail = gl.where(split, tail, first)
+        upper = last - tail
+        masked = upper + whole - first
+        count = last - first
+    else:
+        last = S // KEYS
+        count = last
+        whole = 0
+        tail = last
+        upper = 0
+        masked = 0
+    return count, masked, upper, last, whole, tail
+
+
+@_device
+def _key_tile(j, masked, upper, last, whole, tail):
+    """The ``j``-th tile of keys of a walk."""
+    return gl.where(j < upper, last - 1 - j, gl.where(j < masked, whole - 1 - (j - upper), tail - 1 - (j - masked)))
+
+
+@_device
+def _next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The ring's next slot, and the phase that its barriers are waited for in."""
+    wraps = slot == SLOTS - 1
+    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+# --- named barriers: groups take turns at the tensor cores ------------------------------------------------------------
+
+
+@_device
+def _wait_turn(W: gl.constexpr):
+    """Wait until it is group W's turn: the group before has queued its products. Numbers below 8 are Triton's."""
+    if W == 0:
+        gl.inline_asm_elementwise(
+            "{ bar.sync 8, 256; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    elif W == 1:
+        gl.inline_asm_elementwise(
+            "{ bar.sync 9, 256; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "{ bar.sync 10, 256; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@_device
+def _give_turn(W: gl.constexpr):
+    """Make it group W's turn; this does not wait."""
+    if W == 0:
+        gl.inline_asm_elementwise(
+            "{ bar.arrive 8, 256; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    elif W == 1:
+        gl.inline_asm_elementwise(
+            "{ bar.arrive 9, 256; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "{ bar.arrive 10, 256; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@_device
+def _load_keys(desc, ring, full, empty, slot, phase, b, kv, tile, SLOTS: gl.constexpr):
+    """Queue the load of one tile of K or V into the ring's next slot, once all groups have left it."""
+    KEYS: gl.constexpr = desc.block_type.shape[2]
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    load_tile(desc, [b, kv, tile * KEYS, 0], full.index(slot), ring.index(slot))
+    return _next_slot(slot, phase, SLOTS)
+
+
+@_device
+def _producer(
+    q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads what the groups will read, in the order in which they read it."""
+    H, group, L, S, row_tiles, tiles, section, window = sizes
+    lengths, starts, ends, _slopes, _sinks, order = pointers
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    slot = 0
+    phase = 0
+    q_slot = 0
+    q_phase = 0
+    coming = _tile_number(0, order)
+    for turn in range(_tiles_of_block(tiles, order)):
+        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        coming = _tile_number(turn + 1, order)  # early: nobody waits for it
+        b = head // H
+        h = head - b * H
+        kv = h // group
+        row = tile * (ROWS * GROUPS)
+        length, offset = _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT)
+        count, masked, upper, last, whole, tail = _walk(
+            row, length, offset, starts, ends, L, S, window, ROWS * GROUPS, KEYS, CAUSAL, WINDOWED, MASKED
+        )
+        before = _key_tile(0, masked, upper, last, whole, tail)
+        slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+        for w in gl.static_range(GROUPS):
+            place = w * Q_SLOTS + q_slot
+            mbarrier.wait(q_empty.index(place), q_phase ^ 1)
+            mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
+            load_tile(q_desc, [b, h, row + w * ROWS, 0], q_full.index(place), q_s.index(place))
+        q_slot, q_phase = _next_slot(q_slot, q_phase, Q_SLOTS)
+        for j in range(1, count):
+            key_tile = _key_tile(j, masked, upper, last, whole, tail)
+            if OVERLAP:
+                slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
+                slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+            else:
+                slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+                slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
+            before = key_tile
+        slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+
+
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+
+@_device
+def _scores(s, key, rows, low, high, offset, slope, scale, cap, masked, CAPPED: gl.constexpr,
+            PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+    """What the online softmax sees: products, capped, biased, -inf where hidden; ``scale`` times them is in log2.
+
+    Only tiles for which ``masked`` holds run the mask's instructions.
+    """
+    KEYS: gl.constexpr = s.shape[1]
+    columns = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))
+    if CAPPED:
+        s = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [s * cap], dtype=gl.float32, is_pure=True, pack=1
+        )
+    if PRESCALED:
+        s = s * scale
+    if SLOPED:
+        distance = gl.expand_dims(rows + (offset - key), 1) - gl.expand_dims(columns, 0)
+        s = s - slope * gl.abs(distance).to(gl.float32)
+    if MASKED:  # noqa: SIM102, for one is known to the compiler, the other on the card
+        if masked:
+            s = _hide(s, high - key, True)
+            if low is not None:
+                s = _hide(s, low - key, False)
+    return s
+
+
+@_device
+def _hide(s, limit, ABOVE: gl.constexpr):
+    """Scores, -inf in columns from ``limit`` of the row on (ABOVE), or before it.
+
+    A thread holds columns 8 i + 2 lane + e: seen so, i and e are numbers in the code, and only the limit is computed.
+    """
+    ROWS: gl.constexpr = s.shape[0]
+    KEYS: gl.constexpr = s.shape[1]
+    parts = s.reshape([ROWS, KEYS // 8, 4, 2])
+    without_e: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
+    without_lane: gl.constexpr = gl.SliceLayout(2, without_e)
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, without_e)))
+    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, without_lane))
+    limit = gl.expand_dims(gl.convert_layout(limit, gl.SliceLayout(1, without_lane)), 1)
+    limit = gl.expand_dims(limit, 2) - 2 * gl.expand_dims(gl.expand_dims(lane, 0), 0)
+    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 8
+    column = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
+    limit = gl.expand_dims(limit, 3)
+    if ABOVE:  # noqa: SIM108
+        parts = gl.where(column < limit, parts, float("-inf"))
+    else:
+        parts = gl.where(column >= limit, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape([ROWS, KEYS]), s.type.layout)
+
+
+@_device
+def _softmax(s, top, total, scale, GUARDED: gl.constexpr, LAZY_SUM: gl.constexpr):
+    """(P, maximum, sum, what earlier sums shrink by) after one more tile of scores; ``scale`` times them is in log2.
+
+    With LAZY_SUM each of the four lanes that hold a row sums what it holds; they are added up after the last tile.
+    """
+    peak = gl.maximum(top, gl.max(s, 1) * scale)
+    base = peak
+    if GUARDED:  # -inf less -inf is no number
+        base = gl.where(peak == float("-inf"), 0.0, peak)
+    p = gl.exp2(s * scale - gl.expand_dims(base, 1))
+    shrink = gl.exp2(top - base)
+    if LAZY_SUM:
+        parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+        more = gl.sum(gl.sum(parts, 3), 1)
+        total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, more.type.layout)), 1) + more
+    else:
+        total = total * shrink + gl.sum(p, 1)
+    return p, peak, total, shrink
+
+
+@_device
+def _one_more_tile(
+    j, q, ring, full, empty, slot, phase, acc, p, top, total, zero, walk, rows, low, high, offset, slope, scale, unit,
+    cap, SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    LAZY_SUM: gl.constexpr,
+    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile j, and P V of the tile before it beside them (OVERLAP) or ahead of them."""
+    masked, upper, last, whole, tail = walk
+    KEYS: gl.constexpr = zero.shape[1]
+    o_layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    key = _key_tile(j, masked, upper, last, whole, tail) * KEYS
+    if OVERLAP:
+        v_slot, v_phase = _next_slot(slot, phase, SLOTS)
+        next_slot, next_phase = _next_slot(v_slot, v_phase, SLOTS)
+        mbarrier.wait(full.index(slot), phase)
+        if PINGPONG:
+            _wait_turn(W)
+        products = multiply(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(v_slot), v_phase)
+        sums = multiply(p, _matrix(ring.index(v_slot)), acc, is_async=True)
+        if PINGPONG:
+            _give_turn((W + 1) % GROUPS)
+        s = multiplied(1, deps=(products,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        s = _scores(s, key, rows, low, high, offset, slope, scale, cap, j < masked, CAPPED, PRESCALED, SLOPED, MASKED)
+        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED, LAZY_SUM)
+        acc = multiplied(0, deps=(sums,))
+        mbarrier.arrive(empty.index(v_slot), count=1)
+    else:
+        v_slot = slot
+        k_slot, k_phase = _next_slot(slot, phase, SLOTS)
+        next_slot, next_phase = _next_slot(k_slot, k_phase, SLOTS)
+        mbarrier.wait(full.index(slot), phase)
+        sums = multiply(p, _matrix(ring.index(slot)), acc, is_async=True)
+        mbarrier.wait(full.index(k_slot), k_phase)
+        products = multiply(q, _matrix(ring.index(k_slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        acc, s = multiplied(0, deps=(sums, products))
+        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(empty.index(k_slot), count=1)
+        if PINGPONG:
+            _wait_turn(W)
+        s = _scores(s, key, rows, low, high, offset, slope, scale, cap, j < masked, CAPPED, PRESCALED, SLOPED, MASKED)
+        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED, LAZY_SUM)
+        if PINGPONG:
+            _give_turn((W + 1) % GROUPS)
+    acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
+    p = gl.convert_layout(p32.to(q.dtype), p_layout)
+    return next_slot, next_phase, acc, p, top, total
+
+
+@_device
+def _matrix(tile):
+    """A tile of one head, of shape (1, 1, rows, columns), as (rows, columns)."""
+    return tile.reshape((tile.shape[2], tile.shape[3]))
+
+
+@_device
+def _consumer(
+    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap, W: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
+    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+):  # fmt: skip
+    """One group of 128 threads: 64 rows of each tile."""
+    H, _group, L, S, row_tiles, tiles, section, window = sizes
+    lengths, starts, ends, slopes, sinks, order = pointers
+    ROWS: gl.constexpr = q_s.shape[3]
+    SLOPED: gl.constexpr = slopes is not None
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    slot = 0
+    phase = 0
+    q_slot = 0
+    q_phase = 0
+    if PINGPONG and W == GROUPS - 1:
+        _give_turn(0)
+    coming = _tile_number(0, order)
+    for turn in range(_tiles_of_block(tiles, order)):
+        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        coming = _tile_number(turn + 1, order)  # early: nobody waits for it
+        b = head // H
+        h = head - b * H
+        first_row = tile * (ROWS * GROUPS)
+        length, offset = _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT)
+        count, masked, upper, last, whole, tail = _walk(
+            first_row, length, offset, starts, ends, L, S, window, ROWS * GROUPS, KEYS, CAUSAL, WINDOWED, MASKED
+        )
+        walk = (masked, upper, last, whole, tail)
+        rows = first_row + W * ROWS + gl.arange(0, ROWS, row_layout)
+        low = None
+        high = None
+        if MASKED:
+            lower, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
+            if WINDOWED or starts is not None:
+                low = lower
+        unit = scale
+        if PRESCALED:
+            unit = 1.0
+        slope = 0.0
+        if SLOPED:
+            slope = gl.load(slopes + h) * 1.4426950408889634
+        place = W * Q_SLOTS + q_slot
+        q = _matrix(q_s.index(place))
+
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(q_full.index(place), q_phase)
+        products = multiply(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = multiplied(0, deps=(products,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = _next_slot(slot, phase, SLOTS)
+        # With two slots the output of the tile before lies in the one that the next tile's Q waits for.
+        if Q_SLOTS > 1:  # noqa: SIM102
+            if turn > 0:
+                stored(0)
+                mbarrier.arrive(q_empty.index(W * Q_SLOTS + 1 - q_slot), count=1)
+        key = _key_tile(0, masked, upper, last, whole, tail) * KEYS
+        s = _scores(s, key, rows, low, high, offset, slope, scale, cap, masked > 0, CAPPED, PRESCALED, SLOPED, MASKED)
+        top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        p32, top, total, _ = _softmax(s, top, 0.0, unit, MASKED, LAZY_SUM)
+        p = gl.convert_layout(p32.to(q.dtype), p_layout)
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+        for j in range(1, count):
+            slot, phase, acc, p, top, total = _one_more_tile(
+                j, q, ring, full, empty, slot, phase, acc, p, top, total, zero, walk,
+                rows, low, high, offset, slope, scale, unit, cap,
+                SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, CAPPED, PRESCALED, SLOPED, MASKED,
+            )  # fmt: skip
+
+        mbarrier.wait(full.index(slot), phase)
+        sums = multiply(p, _matrix(ring.index(slot)), acc, is_async=True)
+        acc = multiplied(0, deps=(sums,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = _next_slot(slot, phase, SLOTS)
+
+        weight = 1.0
+        if LAZY_SUM:
+            total = gl.convert_layout(gl.sum(total, 1), row_layout)
+        peak = top
+        if sinks is not None:  # one more score, without a value
+            sink = gl.load(sinks + h) * 1.4426950408889634
+            peak = gl.maximum(top, sink)
+            base = gl.where(peak == float("-inf"), 0.0, peak)
+            weight = gl.exp2(top - base)
+            total = total * weight + gl.exp2(sink - base)
+        seen = total != 0.0  # a NaN stays one
+        safe = gl.where(seen, total, 1.0)
+        inverse = gl.where(seen, weight / safe, 0.0)
+        natural = gl.where(seen, (peak + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
+        inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
+        if MASKED:  # noqa: SIM108
+            acc = gl.where(inverse != 0.0, acc * inverse, 0.0)  # what no row sees may be NaN
+        else:
+            acc = acc * inverse
+        thread_barrier()  # all four warps have read Q: the output takes its place
+        q.store(acc.to(q.dtype))
+        fence_async_shared()
+        store_tile(o_desc, [b, h, first_row + W * ROWS, 0], q_s.index(place))
+        gl.store(lse + gl.cast(head, gl.int64) * L + rows, natural, mask=rows < L)
+        if Q_SLOTS == 1:
+            stored(0)
+            mbarrier.arrive(q_empty.index(place), count=1)
+        q_slot, q_phase = _next_slot(q_slot, q_phase, Q_SLOTS)
+    stored(0)
+    if PINGPONG and W == 0:
+        _wait_turn(0)
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@_device
+def hopper_attention_forward(
+    q_desc, k_desc, v_desc, o_desc, lse, lengths, starts, ends, slopes, sinks, order,
+    H, group, L, S, row_tiles, tiles, section, window, scale, cap,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
+    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Attention of all tiles; see the module's docstring."""
+    dtype: gl.constexpr = q_desc.dtype
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    q_s = gl.allocate_shared_memory(dtype, [GROUPS * Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, BLOCK_D], k_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS * Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS * Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(GROUPS * Q_SLOTS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    sizes = (H, group, L, S, row_tiles, tiles, section, window)
+    pointers = (lengths, starts, ends, slopes, sinks, order)
+    # fmt: off
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
+                    gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                )),
+                (_consumer, (
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
+                    gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                )),
+                (_producer, (
+                    q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
+                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
+                    gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                )),
+                (_consumer, (
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
+                    gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                )),
+                (_consumer, (
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
+                    gl.constexpr(2), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                )),
+                (_producer, (
+                    q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
+                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                )),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    # fmt: on

@@ -1,0 +1,408 @@
+"""A stand-in for Gluon that runs the kernel of ``hopper`` on a CPU: its own source, each partition a thread.
+
+Tiles are numpy arrays, mbarriers and named barriers are kept to their rules (a phase flips when arrivals and bytes are
+complete; a wait returns when the phase of that parity is over), asynchronous products read their operands when they
+are waited for, and loads land late. So a wrong phase, a slot that is overwritten while it is read, a missing arrival or
+a deadlock shows. What it cannot show is what the hardware does between the lines: fences, registers, layouts.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnscope.implementations.hopper import Plan, kernels
+from attnscope.inputs import Inputs, row_bounds
+
+TIMEOUT_S = 20.0
+
+
+class Deadlock(RuntimeError):
+    """A wait that nobody ends."""
+
+
+class Clock:
+    """One lock for everything that waits; a waiter wakes when something changed."""
+
+    def __init__(self, seed: int) -> None:
+        self.changed = threading.Condition()
+        self.random = random.Random(seed)
+        self.failed: BaseException | None = None
+
+    def wait_for(self, what: Any, name: str) -> None:
+        with self.changed:
+            ended = self.changed.wait_for(lambda: self.failed is not None or what(), TIMEOUT_S)
+            if self.failed is not None or not ended:
+                raise Deadlock(name)
+
+    def pause(self) -> None:
+        """Lets another thread go first, now and then."""
+        if self.random.random() < 0.2:
+            time.sleep(self.random.random() * 2e-4)
+
+
+CLOCK = Clock(0)
+
+
+class Barrier:
+    """An mbarrier: ``count`` arrivals and no bytes outstanding complete a phase."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+        CLOCK.changed.notify_all()
+
+
+class Shared:
+    """Shared memory: an array whose first dim is a ring, or a view of it."""
+
+    def __init__(self, array: Any, dtype: Any = None) -> None:
+        self.array, self.dtype = array, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def index(self, i: Any) -> Any:
+        part = self.array[int(i)]
+        return part[0] if part.dtype == object else Shared(part, self.dtype)
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.array.transpose(order), self.dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> Shared:
+        made = self.array.reshape(shape)
+        assert np.shares_memory(made, self.array)
+        return Shared(made, self.dtype)
+
+    def store(self, value: Any) -> None:
+        self.array[...] = value.array
+
+
+class Tile:
+    """A tensor in registers. A pointer is a tile of places in an array."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, array: Any, layout: Any = None, memory: Any = None) -> None:
+        self.array, self.layout, self.memory = np.asarray(array), layout, memory
+        self.type = self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def reshape(self, shape: Any) -> Tile:
+        return Tile(self.array.reshape(shape), self.layout)
+
+    def to(self, dtype: Any) -> Tile:
+        return Tile(self.array.astype(dtype), self.layout)
+
+    def _with(self, other: Any, function: Any) -> Tile:
+        value = other.array if isinstance(other, Tile) else other
+        memory = self.memory if self.memory is not None else getattr(other, "memory", None)
+        return Tile(function(self.array, value), self.layout, memory)
+
+
+def _operator(function: Any) -> Any:
+    return lambda self, other: self._with(other, function)
+
+
+for _name, _function in {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "lt": np.less, "ge": np.greater_equal, "gt": np.greater,
+    "eq": np.equal, "ne": np.not_equal, "and": np.logical_and, "floordiv": np.floor_divide, "mod": np.mod,
+    "xor": np.bitwise_xor, "truediv": np.divide, "le": np.less_equal,
+}.items():  # fmt: skip
+    setattr(Tile, f"__{_name}__", _operator(_function))
+    setattr(Tile, f"__r{_name}__", _operator(lambda a, b, f=_function: f(b, a)))
+
+
+class Scalar(int):
+    """A whole number on the card."""
+
+    def to(self, dtype: Any) -> int:
+        return int(self)
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Tile) and value.array.ndim == 0 and value.memory is None:
+        value = value.array[()]
+    return Scalar(value) if isinstance(value, bool | np.bool_ | int | np.integer) else value
+
+
+class Named:
+    """Named barriers: bar.sync and bar.arrive of 256 threads, 128 an arrival."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[str, int] = {}
+        self.completed: dict[str, int] = {}
+
+    def arrive(self, number: str, threads: int) -> int:
+        """How often the barrier must have completed before this arrival's sync may go on."""
+        turn = self.completed.get(number, 0) + 1
+        self.arrived[number] = self.arrived.get(number, 0) + 128
+        assert self.arrived[number] <= threads
+        if self.arrived[number] == threads:
+            self.arrived[number], self.completed[number] = 0, turn
+            CLOCK.changed.notify_all()
+        return turn
+
+
+class Queue(threading.local):
+    """Products of one group that are under way, oldest first."""
+
+    def __init__(self) -> None:
+        self.products: list[Any] = []
+
+
+class Language:
+    """What the kernels call ``gl``."""
+
+    float32, int32, int64 = np.float32, np.int32, np.int64
+    static_range = staticmethod(range)
+    expand_dims = staticmethod(lambda t, axis: Tile(np.expand_dims(t.array, axis), t.layout))
+    convert_layout = staticmethod(lambda t, layout: Tile(t.array, layout))
+    constexpr = staticmethod(lambda value: value)
+    cast = staticmethod(lambda value, dtype: value)
+    exp2 = staticmethod(lambda t: Tile(np.exp2(t.array.astype(np.float32)), t.layout))
+    log2 = staticmethod(lambda t: Tile(np.log2(t.array), t.layout))
+    abs = staticmethod(lambda t: Tile(np.abs(t.array), t.layout))
+    max = staticmethod(lambda t, axis: Tile(t.array.max(axis), t.layout))
+    sum = staticmethod(lambda t, axis: Tile(t.array.sum(axis, dtype=np.float32), t.layout))
+    SliceLayout = staticmethod(lambda dim, parent: ("slice", dim, parent))
+    NVMMADistributedLayout = staticmethod(lambda **_: "mma")
+    DotOperandLayout = staticmethod(lambda **_: "operand")
+
+    def __init__(self, block: int, blocks: int) -> None:
+        self.block, self.blocks, self.named = block, blocks, Named()
+
+    def program_id(self, axis: int) -> Scalar:
+        return Scalar(self.block)
+
+    def num_programs(self, axis: int) -> Scalar:
+        return Scalar(self.blocks)
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        values = [x.array if isinstance(x, Tile) else x for x in (condition, a, b)]
+        layout = next((x.layout for x in (condition, a, b) if isinstance(x, Tile)), None)
+        if not any(isinstance(x, Tile) for x in (condition, a, b)):
+            return _scalar(a if condition else b)
+        dtype = next(x.array.dtype for x in (a, b) if isinstance(x, Tile))
+        return Tile(np.where(*values).astype(dtype), layout)
+
+    def _either(self, a: Any, b: Any, function: Any) -> Any:
+        if isinstance(a, Tile):
+            return a._with(b, function)
+        return b._with(a, function) if isinstance(b, Tile) else _scalar(function(a, b))
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        return self._either(a, b, np.minimum)
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return self._either(a, b, np.maximum)
+
+    def arange(self, start: int, end: int, layout: Any) -> Tile:
+        return Tile(np.arange(start, end, dtype=np.int32), layout)
+
+    def full(self, shape: Any, value: float, dtype: Any, layout: Any) -> Tile:
+        return Tile(np.full(shape, value, dtype), layout)
+
+    def zeros(self, shape: Any, dtype: Any, layout: Any) -> Tile:
+        return self.full(shape, 0, dtype, layout)
+
+    def load(self, places: Tile) -> Any:
+        found = Tile(places.memory[places.array], places.layout)
+        return found if found.array.ndim else _scalar(found) if found.array.dtype.kind == "i" else found.array[()]
+
+    def store(self, places: Tile, value: Tile, mask: Tile) -> None:
+        kept = mask.array
+        places.memory[places.array[kept]] = value.array[kept]
+
+    def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+        if layout == "barrier":
+            made = np.empty(shape, object)
+            for i in range(shape[0]):
+                made[i, 0] = Barrier()
+            return Shared(made)
+        return Shared(np.full(shape, np.nan, dtype), dtype)
+
+    def inline_asm_elementwise(self, asm: str, constraints: str, args: Any, **_: Any) -> Any:
+        words = asm.replace(",", " ").replace(";", " ").split()
+        if "tanh.approx.f32" in words:
+            return Tile(np.tanh(args[0].array), args[0].layout)
+        if words[0] == "{":
+            kind, number, threads = words[1:4]
+            CLOCK.pause()
+            with CLOCK.changed:
+                turn = self.named.arrive(number, int(threads))
+            if kind == "bar.sync":
+                CLOCK.wait_for(lambda: self.named.completed.get(number, 0) >= turn, asm)
+        return 0
+
+    def warp_specialize(self, partitions: Any, warps: Any, registers: Any) -> None:
+        def run(function: Any, arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                with CLOCK.changed:
+                    CLOCK.failed = CLOCK.failed or error
+                    CLOCK.changed.notify_all()
+
+        threads = [threading.Thread(target=run, args=partition, daemon=True) for partition in partitions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if CLOCK.failed is not None:
+            raise CLOCK.failed
+
+
+class MBarrier:
+    """What the kernels call ``mbarrier``."""
+
+    MBarrierLayout = staticmethod(lambda: "barrier")
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        with CLOCK.changed:
+            barrier.pending -= 1
+            barrier.bytes += size
+            assert barrier.pending >= 0
+            barrier.settle()
+
+    def arrive(self, barrier: Barrier, count: int) -> None:
+        CLOCK.pause()
+        with CLOCK.changed:
+            barrier.pending -= count
+            assert barrier.pending >= 0, "arrived once too often"
+            barrier.settle()
+
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        CLOCK.pause()
+        CLOCK.wait_for(lambda: barrier.phase != parity, f"mbarrier.wait, parity {parity}")
+
+
+class Descriptor:
+    """A TMA descriptor: reads zeros beyond the tensor, writes nothing there."""
+
+    def __init__(self, array: Any, block: tuple[int, ...]) -> None:
+        self.array, self.dtype, self.layout = array, array.dtype.type, "tile"
+        self.block_type = self
+        self.shape, self.nbytes = block, int(np.prod(block)) * array.dtype.itemsize
+
+    def places(self, at: Any) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        sizes = [max(0, min(b, n - int(i))) for i, b, n in zip(at, self.shape, self.array.shape, strict=True)]
+        return tuple(slice(int(i), int(i) + n) for i, n in zip(at, sizes, strict=True)), tuple(map(slice, sizes))
+
+
+def load_tile(descriptor: Descriptor, at: Any, barrier: Barrier, shared: Shared) -> None:
+    """Lands later, in a thread of its own."""
+
+    def land() -> None:
+        time.sleep(CLOCK.random.random() * 3e-4)
+        outside, inside = descriptor.places(at)
+        shared.array[...] = 0
+        shared.array[inside] = descriptor.array[outside]
+        with CLOCK.changed:
+            barrier.bytes -= descriptor.nbytes
+            barrier.settle()
+
+    shared.array[...] = np.nan  # from now on nobody may read what was there
+    threading.Thread(target=land, daemon=True).start()
+
+
+class Stores(threading.local):
+    """Stores of one group that are under way: what they will read."""
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+
+
+def names(block: int, blocks: int) -> dict[str, Any]:
+    """The kernels' names for one block of threads."""
+    queue, stores = Queue(), Stores()
+
+    def multiply(a: Any, b: Shared, acc: Tile, use_acc: bool = True, is_async: bool = False) -> Any:
+        box: list[Any] = []
+
+        def run() -> None:
+            left = a.array.astype(np.float32)
+            box.append(Tile(left @ b.array.astype(np.float32) + (acc.array if use_acc else 0), acc.layout))
+
+        queue.products.append((box, run))
+        return box
+
+    def multiplied(outstanding: int, deps: Any) -> Any:
+        CLOCK.pause()
+        while len(queue.products) > outstanding:
+            _, run = queue.products.pop(0)
+            run()
+        results = tuple(box[0] for box in deps)
+        return results[0] if len(results) == 1 else results
+
+    def store_tile(descriptor: Descriptor, at: Any, shared: Shared) -> None:
+        stores.queued.append((descriptor, at, shared))
+
+    def stored(outstanding: int) -> None:
+        while len(stores.queued) > outstanding:
+            descriptor, at, shared = stores.queued.pop(0)
+            outside, inside = descriptor.places(at)
+            descriptor.array[outside] = shared.array[inside]
+
+    return {
+        "gl": Language(block, blocks), "mbarrier": MBarrier(), "multiply": multiply, "multiplied": multiplied,
+        "load_tile": load_tile, "store_tile": store_tile, "stored": stored, "fence_async_shared": lambda: None,
+        "thread_barrier": lambda: None,
+    }  # fmt: skip
+
+
+def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, Any]:
+    """(out, lse) of a plan's kernel, one block of threads after the other; P and out are not rounded.
+
+    Raises:
+        Deadlock: a barrier's wait never ends.
+        AssertionError: a barrier is arrived at once too often.
+    """
+    w = inputs.workload
+    out = np.full((w.B, w.H, w.L, w.D_v), np.nan, np.float32)
+    lse = np.full(w.B * w.H * w.L, np.nan, np.float32)
+    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    tensors = {name: tensor.float().numpy() for name, tensor in arrays.items()} | {"o": out}
+    descriptors = [Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()]
+    options: dict[str, Any] = {"lengths": inputs.lengths, "slopes": inputs.alibi_slopes, "sinks": inputs.sinks}
+    if w.packed is not None:
+        low, high = row_bounds(w.replace(causal=None, window=None), "cpu")
+        options |= {"starts": low[0].to(torch.int32), "ends": high[0].to(torch.int32)}
+    blocks = min(blocks, plan.tiles)
+    if plan.scheduled:
+        options["order"] = torch.tensor(plan.schedule(blocks), dtype=torch.int32)
+    pointers = [Tile(0, None, options[name].numpy()) if there else None for name, there in plan.pointers.items()]
+    scalars = [Scalar(v.value) if isinstance(v.value, int) else v.value for v in plan.scalars()]
+    constants = {name: value for name, value in plan.constants().items() if name.isupper()}
+    for block in range(blocks):
+        CLOCK.__init__(seed + block)  # type: ignore[misc]
+        module = vars(kernels) | names(block, blocks)
+        for name, function in kernels._DEVICE_FUNCTIONS.items():
+            module[name] = types.FunctionType(function.__code__, module, name)
+        module["hopper_attention_forward"](*descriptors, Tile(0, None, lse), *pointers, *scalars, **constants)
+    return torch.from_numpy(out), torch.from_numpy(lse).view(w.B, w.H, w.L)
+
+
+def device_function(name: str, block: int = 0, blocks: int = 1) -> Any:
+    """One of the kernel's functions on whole numbers."""
+    module = vars(kernels) | names(block, blocks)
+    for key, function in kernels._DEVICE_FUNCTIONS.items():
+        module[key] = types.FunctionType(function.__code__, module, key)
+    return module[name]

@@ -1,0 +1,548 @@
+"""hopper without a card: reasons, configurations, schedules, and its kernel's own source run on a stand-in for Gluon.
+
+Slow: that every shipped configuration and every feature compiles for sm_90 without spills and without products that
+ptxas serialises, and on every release of Triton that is claimed. What runs on a card is tested in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attnscope.device import Device, find_device
+from attnscope.errors import PrepareFailed, RecordError
+from attnscope.implementation import find
+from attnscope.implementations.hopper import Hopper, Plan, configurations, kernels, launching, schedules
+from attnscope.implementations.hopper.configurations import Configuration, choose, tuning_class
+from attnscope.inputs import make_inputs
+from attnscope.reference import compute_attention
+from attnscope.suites import SUITES
+from attnscope.trace import explain_name
+from attnscope.workload import Workload
+from gluon_stand_in import device_function, run_plan
+
+CPU = find_device("cpu")
+H200 = Device("cuda", "NVIDIA H200", capability=(9, 0), multiprocessors=132)
+B200 = Device("cuda", "NVIDIA B200", capability=(10, 0))
+SMALL = Configuration(keys=64, slots=5, q_slots=2)
+CONFIGURATIONS = [
+    SMALL,
+    Configuration(keys=128, slots=4, groups=3, pingpong=False, lazy_sum=False),
+    Configuration(keys=64, slots=3, overlap=False, persistent=False),
+    Configuration(keys=64, slots=3, q_slots=2, groups=3, balanced=False),
+]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if triton was there."""
+    monkeypatch.setattr("attnscope.implementation.missing_package", lambda requirement: None)
+
+
+@pytest.fixture(autouse=True)
+def no_table_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
+
+
+# --- reasons and configurations ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "reason"),
+    [
+        ("B1,H2,L64,D64,bf16", B200, "is built for compute capability 9.0, NVIDIA B200 has 10.0"),
+        ("B1,H2,L64,D64,fp32", H200, "takes bf16 or fp16, not fp32"),
+        ("B1,H2,L64,D264,bf16", H200, "takes D up to 256, not 264"),
+        ("B1,H2,L64,D60,bf16", H200, "needs D to be a multiple of 8, not 60"),
+        ("B1,H2,L64,D64,bf16,mask=bool:1xHxLxS", H200, "does not support a bool mask"),
+        ("B1,H2,L64,D64,bf16,dropout=0.1", H200, "does not support a given dropout mask"),
+        ("B1,H1,L1,S1073741823,D64,bf16", H200,
+         "counts positions in 32 bits: L + S must stay below 2**30, not 1073741824"),
+        ("B70000,H70000,L1,D16,bf16", H200, "counts tiles in 32 bits: it takes less than 2**30, not 4900000000"),
+    ],
+)  # fmt: skip
+def test_reasons(text: str, device: Device, reason: str, installed: None) -> None:
+    assert find("hopper").reasons_unsupported(Workload.parse(text), device) == [reason]
+
+
+def test_it_has_no_backward(installed: None) -> None:
+    workload = Workload.parse("B1,H2,L64,D64,bf16")
+    assert find("hopper").reasons_unsupported(workload, H200, "backward") == ["has no backward"]
+
+
+@pytest.mark.parametrize("suite", ["grid", "decode", "short", "ragged"])
+def test_every_workload_of_the_suites_runs_and_has_a_configuration(suite: str, installed: None) -> None:
+    for workload in SUITES[suite]:
+        assert find("hopper").reasons_unsupported(workload, H200) == []
+        assert choose(workload) == configurations.shipped()[tuning_class(workload)]
+
+
+def test_every_class_has_a_shipped_configuration_that_is_a_candidate() -> None:
+    classes = set()
+    for dim in (8, 64, 80, 128, 200, 256):
+        for mask in ("", ",causal", ",window=9", ",causal=bottom_right,window=9"):
+            for dtype in ("bf16", "fp16"):
+                for length in (1, 1024, 1025, 4096, 4097, 100_000):
+                    workload = Workload.parse(f"B1,H1,L{length},D{dim},{dtype}{mask}")
+                    assert configurations.shipped()[tuning_class(workload)] in Hopper().candidates(workload, H200)
+                    classes.add(tuning_class(workload))
+    assert classes == set(configurations.shipped())
+
+
+def test_the_users_table_goes_before_the_shipped_one() -> None:
+    workload, own = Workload.parse("B1,H1,L64,D64,bf16"), Configuration(groups=2, slots=3)
+    path = configurations.user_table_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(configurations.write_table({tuning_class(workload): own}))
+    assert choose(workload) == own
+    assert choose(workload.replace(dtype="fp16")) == configurations.shipped()["D64,full,fp16,short"]
+
+
+def test_a_configuration_reads_what_it_writes() -> None:
+    for candidate in Hopper().candidates(Workload.parse("B1,H1,L64,D128,bf16,causal"), H200):
+        assert Configuration.from_dict(candidate.as_dict()) == candidate
+        assert configurations.read_table(configurations.write_table({"x": candidate}), "a") == {"x": candidate}
+        assert len(str(candidate)) < 100
+
+
+@pytest.mark.parametrize("values", [{"keys": "64"}, {"pingpong": 1}, {"rows": 64}, {"keys": True}])
+def test_a_wrong_configuration_is_a_sentence(values: dict[str, Any]) -> None:
+    with pytest.raises(RecordError, match=r"a configuration of hopper takes keys, .* got .*\nhint: attnscope tune"):
+        Configuration.from_dict(values)
+
+
+@pytest.mark.parametrize("text", ["keys = ", "a = 3", "[a]\nkeys = 1.5"])
+def test_a_table_that_is_none_is_a_sentence(text: str) -> None:
+    with pytest.raises(RecordError, match="hint: attnscope tune hopper"):
+        configurations.read_table(text, "my table")
+
+
+def test_a_broken_triton_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise ImportError("libtriton.so: undefined symbol\nmore")
+
+    monkeypatch.setattr(kernels, "load", broken)
+    monkeypatch.setattr("attnscope.implementations.hopper.Plan.signature", lambda self: {})
+    with pytest.raises(PrepareFailed, match=r"hopper: Triton failed with ImportError\nlibtriton.so: undefined"):
+        find("hopper").prepare(Workload.parse("B1,H1,L100,D8,bf16"), H200)
+
+
+def test_explain_knows_its_kernel() -> None:
+    meaning = explain_name("hopper_attention_forward")
+    assert (meaning.family, meaning.role, meaning.unit) == ("attnscope hopper", "fused attention", "tensor core")
+
+
+def test_asking_for_reasons_does_not_import_triton() -> None:
+    code = (
+        "import sys; from attnscope.device import find_device; from attnscope.implementation import find;"
+        "from attnscope.workload import Workload;"
+        "find('hopper').reasons_unsupported(Workload.parse('B1,H1,L8,D8,bf16'), find_device('cpu'));"
+        "assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(("heads", "row_tiles", "section"), [(1, 1, 1), (6, 5, 4), (7, 3, 2), (5, 4, 5), (9, 1, 4)])
+def test_every_tile_is_some_number_once(heads: int, row_tiles: int, section: int, longest_first: bool) -> None:
+    place, tiles = device_function("_place_of_tile"), heads * row_tiles
+    places = [place(number, row_tiles, tiles, section, longest_first) for number in range(tiles)]
+    assert sorted(places) == [(head, tile) for head in range(heads) for tile in range(row_tiles)]
+    if longest_first:  # within a section the tiles of later rows, which see more keys, come first
+        for start in range(0, heads, section):
+            inside = [tile for head, tile in places if start <= head < start + section]
+            assert inside == sorted(inside, reverse=True)
+
+
+@pytest.mark.parametrize(("tiles", "blocks"), [(1, 1), (7, 3), (12, 4), (13, 4), (264, 132), (300, 132)])
+def test_every_number_is_some_blocks_once(tiles: int, blocks: int) -> None:
+    numbers = [number for own in read_by_the_kernel(tiles, blocks, None) for number in own]
+    assert sorted(numbers) == list(range(tiles))
+
+
+def read_by_the_kernel(tiles: int, blocks: int, table: list[int] | None) -> list[list[int]]:
+    """Tiles of each block as the kernel finds them."""
+    from gluon_stand_in import Tile
+
+    order = None if table is None else Tile(0, None, torch.tensor(table, dtype=torch.int32).numpy())
+    found = []
+    for block in range(blocks):
+        count, number = (device_function(name, block, blocks) for name in ("_tiles_of_block", "_tile_number"))
+        turns = count(tiles, order)
+        own = [int(number(turn, order)) for turn in range(turns + 1)]  # it looks one turn ahead
+        assert table is None or own.pop() == -1
+        found.append(own[:turns])
+    return found
+
+
+SCHEDULED = [
+    "B2,H16,L8192,D128,bf16,causal", "B2,H8,L8192,D256,bf16,causal", "B32,H8,L512,D64,bf16,causal",
+    "B1,H3,L100,D64,bf16,causal", "B2,H4/2,L300,S2000,D64,bf16,causal=bottom_right,window=300",
+    "B4,H2,L1000,S4000,D64,bf16,lengths=4000/0/130/2222", "H4,D128,bf16,causal,packed=3000/0/100/1/2000",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SCHEDULED)
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+def test_a_schedule_holds_each_tile_once_and_blocks_end_within_one_tile(text: str, blocks: int) -> None:
+    workload = Workload.parse(text)
+    plan = Plan(workload, Hopper().candidates(workload, H200)[0])
+    assert plan.tiles == 0 or Plan(workload, Configuration()).scheduled
+    blocks = min(blocks, plan.tiles)
+    costs = schedules.tile_costs(workload, plan.configuration.rows, plan.configuration.keys)
+    tiles = schedules.balance(costs, workload.H, plan.section, blocks)
+    assert sorted(number for own in tiles for number in own) == list(range(plan.tiles))
+    cost = [one for own in costs for _ in range(workload.H) for one in own]
+    loads = [sum(cost[number] for number in own) for own in tiles]
+    assert max(loads) - min(loads) <= max(cost)
+    for own in tiles:  # sections one after the other, the longest first within one
+        places = [(number // plan.row_tiles // plan.section, -cost[number]) for number in own]
+        assert places == sorted(places)
+    assert read_by_the_kernel(plan.tiles, blocks, schedules.as_table(tiles)) == tiles
+
+
+def test_a_causal_grid_is_within_a_percent_of_even() -> None:
+    workload = Workload.parse("B2,H16,L8192,D128,bf16,causal")
+    plan = Plan(workload, Configuration())
+    costs = schedules.tile_costs(workload, plan.configuration.rows, plan.configuration.keys)
+    tiles = schedules.balance(costs, workload.H, plan.section, 132)
+    loads = [sum(costs[0][number % plan.row_tiles] for number in own) for own in tiles]
+    assert max(loads) * 132 < 1.01 * sum(loads)
+
+
+@pytest.mark.parametrize("text", SCHEDULED)
+def test_a_tiles_cost_is_what_the_kernel_walks(text: str) -> None:
+    w = Workload.parse(text)
+    for b, own in enumerate(schedules.tile_costs(w, 128, 64)):
+        for tile, cost in enumerate(own):
+            rows = [w.row_interval(b, i) for i in range(tile * 128, min(tile * 128 + 128, w.L))]
+            tiles = {key for low, high in rows if low < high for key in range(low // 64, -(-high // 64))}
+            span = max(tiles) + 1 - min(tiles) if tiles else 1
+            assert cost == 2 * span + schedules.HALF_TILES_AROUND
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "scheduled"),
+    [
+        ("B2,H4,L512,D64,bf16,causal", {}, True),
+        ("B2,H4,L512,D64,bf16", {}, False),
+        ("B2,H4,L512,D64,bf16,lengths=5/500", {}, True),
+        ("B2,H4,L512,D64,bf16,causal", {"balanced": False}, False),
+        ("B2,H4,L512,D64,bf16,causal", {"persistent": False}, False),
+        ("B70000,H16,L64,D64,bf16,causal", {}, False),
+        ("B0,H16,L64,D64,bf16,causal", {}, False),
+    ],
+)
+def test_when_there_is_a_schedule(text: str, values: dict[str, Any], scheduled: bool) -> None:
+    plan = Plan(Workload.parse(text), Configuration(**values))
+    constants = plan.constants()
+    assert plan.scheduled == scheduled == ("order" not in constants)
+    assert constants["LONGEST_FIRST"] == (plan.workload.causal is not None and not scheduled)
+
+
+WALKED = [
+    "B1,H1,L200,S300,D64,bf16,causal", "B1,H1,L300,S200,D64,bf16,causal=bottom_right", "B1,H1,L200,S333,D64,bf16",
+    "B1,H1,L500,D64,bf16,window=70", "B1,H1,L500,D64,bf16,window=70,causal", "B2,H1,L200,S500,D64,bf16,lengths=500/0",
+    "H1,D64,bf16,packed=200/0/64/1/300", "H1,D64,bf16,causal,packed=200/0/64/1/300,window=33",
+    "B1,H1,L100,S20,D64,bf16,window=5", "B1,H1,L20,S500,D64,bf16,causal=bottom_right,window=129",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WALKED)
+@pytest.mark.parametrize(("rows", "keys"), [(128, 128), (192, 64)])
+def test_a_walk_visits_each_tile_of_keys_once_and_masks_what_it_must(text: str, rows: int, keys: int) -> None:
+    from gluon_stand_in import Tile
+
+    w = Workload.parse(text)
+    walk, key_tile, geometry = (device_function(f"_{name}") for name in ("walk", "key_tile", "batch_geometry"))
+    starts = ends = lengths = None
+    if w.packed is not None:
+        plain = w.replace(causal=None, window=None)
+        intervals = [plain.row_interval(0, i) for i in range(w.L)]
+        starts, ends = (Tile(0, None, torch.tensor(side).numpy()) for side in zip(*intervals, strict=True))
+    if w.lengths is not None:
+        lengths = Tile(0, None, torch.tensor(w.lengths).numpy())
+    for b in range(w.B):
+        length, offset = geometry(b, lengths, w.L, w.S, w.causal == "bottom_right")
+        for row in range(0, w.L, rows):
+            count, masked, *ends_of_walk = walk(
+                row, length, offset, starts, ends, w.L, w.S, w.window or 0, rows, keys,
+                w.causal is not None, w.window is not None, True,
+            )  # fmt: skip
+            visited = [key_tile(j, masked, *ends_of_walk) for j in range(count)]
+            assert len(set(visited)) == count >= 1
+            needed: dict[int, bool] = {}
+            for tile in range(-(-w.S // keys)):
+                seen = [_seen(w, b, i, tile, keys) for i in range(row, min(row + rows, w.L))]
+                if any(seen):
+                    needed[tile] = all(one == keys for one in seen)
+            assert set(needed) <= set(visited)
+            assert count <= max(1, len(needed)) or w.packed is not None  # sequences of no rows leave gaps
+            assert all(needed.get(tile, False) for tile in visited[masked:])
+
+
+def _seen(w: Workload, b: int, i: int, tile: int, keys: int) -> int:
+    """How many keys of a tile row i sees."""
+    low, high = w.row_interval(b, i)
+    return max(0, min(high, (tile + 1) * keys) - max(low, tile * keys))
+
+
+# --- the kernel's source on a stand-in --------------------------------------------------------------------------------
+
+FEATURES = [
+    "B1,H3,L300,D64,bf16",
+    "B1,H3,L300,D64,bf16,causal",
+    "B2,H4/2,L65,S200,D64,bf16,causal=bottom_right",
+    "B2,H2,L200,S65,D64,bf16,causal=bottom_right,layout=blhd",
+    "B2,H2,L100,D80,Dv40,fp16,softcap=20",
+    "B1,H2,L170,D128,bf16,causal,layout=qkv",
+    "B2,H4/2,L233,D96,bf16,window=50,causal,layout=blhd,sinks",
+    "B3,H2,L200,S190,D64,bf16,lengths=190/7/0,causal=bottom_right,sinks",
+    "H2,D64,bf16,causal,packed=100/65/0/1/130",
+    "B2,H2,L150,S180,D64,bf16,alibi,causal=bottom_right,softcap=5",
+    "B1,H2,L150,D64,bf16,scale=-0.2",
+    "B1,H2,L150,D64,bf16,scale=0",
+    "B1,H2,L1,S65,D64,bf16",
+    "B1,H2,L65,S1,D256,bf16",
+    "B1,H2,L400,S300,D64,bf16,window=20,causal=bottom_right",
+]
+
+
+@pytest.mark.parametrize("text", FEATURES)
+def test_the_kernels_source_computes_attention_and_its_barriers_agree(text: str) -> None:
+    workload = Workload.parse(text)
+    inputs = make_inputs(workload, CPU)
+    truth = compute_attention(inputs, backward=False)
+    for number, configuration in enumerate(CONFIGURATIONS):
+        plan = Plan(workload, configuration)
+        out, lse = run_plan(plan, inputs, blocks=2, seed=number)
+        assert torch.equal(lse.isfinite(), truth.lse.isfinite()), configuration
+        assert torch.allclose(out.double(), truth.out, atol=1e-5, rtol=0), configuration
+        seen = truth.lse.isfinite()
+        assert torch.allclose(lse[seen].double(), truth.lse[seen], atol=1e-5, rtol=0), configuration
+
+
+@pytest.mark.parametrize("lost", ["arrive", "turn"])
+def test_the_stand_in_sees_a_lost_arrival(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gluon_stand_in
+
+    monkeypatch.setattr(gluon_stand_in, "TIMEOUT_S", 0.3)
+    if lost == "arrive":
+        monkeypatch.setattr(gluon_stand_in.MBarrier, "arrive", lambda self, barrier, count: None)
+    else:
+        monkeypatch.setitem(kernels._DEVICE_FUNCTIONS, "_give_turn", lambda W: None)
+    workload = Workload.parse("B1,H1,L128,S512,D64,bf16")
+    with pytest.raises(gluon_stand_in.Deadlock):
+        run_plan(Plan(workload, SMALL), make_inputs(workload, CPU), blocks=1, seed=0)
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """CUDA's driver, which notes what it is told."""
+
+    def __init__(self, invalid_contexts: int = 0) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.invalid_contexts = invalid_contexts
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, arguments))
+            if name == "cuLaunchKernel" and self.invalid_contexts:
+                self.invalid_contexts -= 1
+                return launching.INVALID_CONTEXT
+            return 0
+
+        return call
+
+
+def launcher(driver: Driver) -> launching.Launcher:
+    made = launching.Launcher.__new__(launching.Launcher)
+    made.driver, made.machine, made.kept = driver, SimpleNamespace(name="kernel"), {}  # type: ignore[assignment]
+    made.context, made.function = ctypes.c_void_p(1), ctypes.c_void_p(2)
+    made.threads = made.shared_bytes = made.one = ctypes.c_uint(1)
+    made.start = driver.cuLaunchKernel
+    return made
+
+
+def test_a_descriptor_walks_a_tensor_where_it_lies() -> None:
+    driver = Driver()
+    inputs = make_inputs(Workload.parse("B2,H4/2,L5,S7,D80,bf16,layout=blhd"), CPU)
+    made = launcher(driver).descriptor(inputs.k, "bf16", (128, 64))
+    ((name, arguments),) = driver.calls
+    assert name == "cuTensorMapEncodeTiled"
+    assert ctypes.addressof(made) % 64 == 0 and arguments[0].value == ctypes.addressof(made)
+    assert arguments[3].value == inputs.k.data_ptr()
+    assert [list(a) for a in arguments[4:8]] == [[80, 7, 2, 2], [320, 160, 2240], [64, 128, 1, 1], [1, 1, 1, 1]]
+
+
+def test_what_tma_can_read() -> None:
+    buffer = torch.zeros(2, 3, 8, 64, dtype=torch.bfloat16)
+    assert launching.readable(buffer) and launching.readable(buffer.transpose(1, 2))
+    assert launching.readable(buffer[:, :1].expand(2, 1, 8, 64)) and launching.readable(buffer[..., 8:16])
+    for other in (buffer.mT, buffer[..., 4:12], buffer[:, :1].expand(2, 3, 8, 64), buffer[..., ::2]):
+        assert not launching.readable(other)
+
+
+def test_a_thread_without_a_context_gets_one() -> None:
+    driver = Driver(invalid_contexts=1)
+    launcher(driver).launch(3, 7, launching.Arguments([ctypes.c_int32(5)]))
+    assert [name for name, _ in driver.calls] == ["cuLaunchKernel", "cuCtxSetCurrent", "cuLaunchKernel"]
+    assert driver.calls[-1][1][1].value == 3 and driver.calls[-1][1][8].value == 7
+
+
+def test_a_refused_launch_is_a_sentence() -> None:
+    with pytest.raises(PrepareFailed, match="launching kernel failed with CUDA's error 201"):
+        launcher(Driver(invalid_contexts=2)).launch(1, 0, launching.Arguments([]))
+
+
+def test_kept_launches_are_bounded() -> None:
+    made = launcher(Driver())
+    for number in range(2 * launching.KEPT):
+        made.keep(number, launching.Arguments([]))
+    assert list(made.kept) == list(range(launching.KEPT, 2 * launching.KEPT))
+
+
+@pytest.mark.parametrize("text", ["B2,H2,L3,S0,D64,bf16", "B2,H2,L3,S0,D64,bf16,sinks", "B0,H2,L3,D64,fp16",
+                                  "B2,H2,L0,S3,D64,bf16,layout=blhd"])  # fmt: skip
+def test_without_rows_or_keys_nothing_is_launched(text: str) -> None:
+    workload = Workload.parse(text)
+    inputs = make_inputs(workload, CPU)
+    output, truth = find("hopper").prepare(workload, H200).forward(inputs), compute_attention(inputs, backward=False)
+    assert output.out.shape == truth.out.shape and torch.equal(output.out.double(), truth.out)
+    assert torch.equal(output.lse, truth.lse.float())
+
+
+# --- slow: compiling for a card that is not here ----------------------------------------------------------------------
+
+SHIPPED = sorted(configurations.shipped())
+VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+REPORT = """
+import json, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from attnscope.implementations.hopper import Plan, configurations
+from attnscope.workload import Workload
+
+folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+ptxas = folder / "ptxas"
+for text, values in json.load(sys.stdin):
+    configuration = configurations.Configuration.from_dict(values)
+    machine = Plan(Workload.parse(text), configuration).compile()
+    said = ""
+    if ptxas.is_file():
+        with tempfile.TemporaryDirectory() as place:
+            source = Path(place) / "kernel.ptx"
+            source.write_text(machine.ptx)
+            ran = subprocess.run(
+                [ptxas, "-v", "-arch=sm_90a", "-o", Path(place) / "kernel.cubin", source], capture_output=True, text=True
+            )
+            said = ran.stderr
+    print(json.dumps([text, values, machine.shared_bytes, machine.threads, said]), flush=True)
+"""
+
+
+def triton_folder(version: str) -> Path | None:
+    """Where a Triton is unpacked, alone: found, or fetched once, or None where it cannot be had."""
+    import zipfile
+
+    folder = Path(tempfile.gettempdir()) / f"attnscope-triton-{version}-{sys.version_info.minor}"
+    if (folder / "triton").is_dir():
+        return folder
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", place]
+        ran = subprocess.run([*command, f"triton=={version}"], capture_output=True, timeout=280)
+        wheels = list(Path(place).glob("triton-*.whl"))
+        if ran.returncode or not wheels:
+            return None
+        aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+        zipfile.ZipFile(wheels[0]).extractall(aside)
+        for tool in (aside / "triton/backends/nvidia/bin").glob("*"):
+            tool.chmod(0o755)
+        try:
+            aside.rename(folder)
+        except OSError:
+            return folder if (folder / "triton").is_dir() else None
+    return folder
+
+
+def compile_apart(version: str, jobs: list[tuple[str, Configuration]], tmp_path: Path) -> list[Any]:
+    """(text, values, shared bytes, threads, what ptxas said) of each, compiled in a process with that Triton."""
+    import json
+
+    folder = triton_folder(version)
+    if folder is None:
+        pytest.skip(f"triton {version} cannot be had here")
+    source = Path(configurations.__file__).parents[3]
+    ran = subprocess.run(
+        [sys.executable, "-c", REPORT], capture_output=True, text=True,
+        input=json.dumps([(text, configuration.as_dict()) for text, configuration in jobs]),
+        env=os.environ | {"PYTHONPATH": f"{folder}:{source}", "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == len(jobs), ran.stderr[-3000:]
+    return found
+
+
+def assert_clean(found: list[Any]) -> None:
+    """No spills, no serialised products, and no more shared memory than there is."""
+    for text, values, shared_bytes, _, said in found:
+        where = f"{text} {values}"
+        assert shared_bytes <= configurations.SHARED_LIMIT_BYTES, where
+        assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", said), where + said
+        assert not re.search(r"C75\d\d", said), where + said
+
+
+def text_of(key: str) -> str:
+    """A workload of a tuning class."""
+    dim, mask, dtype, length = key.split(",")
+    size = {"short": 1000, "middle": 2000, "long": 5000}[length]
+    masks = {"full": "", "causal": ",causal", "window": ",causal=bottom_right,window=64"}
+    return f"B1,H2,L{size},{dim},{dtype}{masks[mask]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dim", ["D64", "D128", "D256"])
+def test_all_that_may_be_chosen_compiles_cleanly(dim: str, tmp_path: Path) -> None:
+    jobs = {}
+    for key in (key for key in SHIPPED if key.startswith(f"{dim},") and "bf16,long" in key):
+        workload = Workload.parse(text_of(key))
+        for candidate in Hopper().candidates(workload, H200):
+            jobs[(text_of(key), dataclasses.replace(candidate, persistent=True))] = None
+    assert_clean(compile_apart("3.6.0", list(jobs), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_feature_compiles_cleanly(tmp_path: Path) -> None:
+    texts = [
+        *FEATURES,
+        "B1,H2,L300,D256,fp16,lengths=7,sinks,softcap=3,causal=bottom_right",
+        "B1,H2,L99,D192,Dv128,bf16",
+    ]
+    assert_clean(compile_apart("3.6.0", [(text, choose(Workload.parse(text))) for text in texts], tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_claimed_release_of_triton_compiles_it(version: str, tmp_path: Path) -> None:
+    texts = ["B1,H2,L2048,D128,bf16", "B1,H2,L2000,D64,fp16,causal,sinks", "B1,H2,L300,D256,bf16,window=64,softcap=9"]
+    found = compile_apart(version, [(text, choose(Workload.parse(text))) for text in texts], tmp_path)
+    assert [threads for *_, threads, _ in found] == [384, 512, 384]

@@ -1,0 +1,175 @@
+"""hopper's decode kernels in Triton's interpreter, against the project's float64 reference and its budgets.
+
+Needs TRITON_INTERPRET=1 in the environment before triton is imported (``make triton``). Tiles are 16 x 16 there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnscope.budgets import expect
+from attnscope.device import Device
+from attnscope.guards import poisoned_memory
+from attnscope.implementations.hopper import decode, decode_kernels
+from attnscope.implementations.hopper.decode import DecodeKernel
+from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
+from attnscope.judging import judge
+from attnscope.records import TensorCheck
+from attnscope.workload import Workload
+from triton_interpreter import needs_interpreter
+
+pytestmark = needs_interpreter
+WORKLOADS, CHUNK = 120, 30
+
+
+def failures(kernel: DecodeKernel, inputs: Inputs) -> list[TensorCheck]:
+    """What the project's judge says against out and lse of one forward."""
+    with poisoned_memory(inputs):
+        output = kernel.forward(inputs)
+    tensors = {"out": output.out, "lse": output.lse}
+    expected = expect(inputs, "fp32")
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: expected.truth[name].shape for name in tensors
+    }
+    return [check for check in judge(tensors, expected, inputs.kind) if not check.passed]
+
+
+def random_workload(seed: int) -> Workload:
+    """Few rows against keys on both sides of tiles' and splits' edges, every option that the kernel takes."""
+    draw = random.Random(seed)
+
+    def sometimes(value: Any, chance: float = 0.25) -> Any:
+        return value if draw.random() < chance else None
+
+    L, H_kv, group = draw.choice([(1, 1, 1), (1, 2, 4), (1, 1, 3), (2, 1, 4), (3, 2, 1), (5, 1, 4), (9, 1, 2)])
+    B, S = draw.choice([1, 1, 2]), draw.choice([0, 1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 90])
+    D = draw.choice([8, 16, 24, 40])
+    fields: dict[str, Any] = {
+        "B": B, "H": H_kv * group, "H_kv": H_kv, "L": L, "S": S, "D": D,
+        "D_v": sometimes(draw.choice([8, 16, 48]), 0.3) or D, "dtype": "fp16",
+        "causal": draw.choice([None, "top_left", "bottom_right"]),
+        "window": sometimes(draw.choice([1, 3, 9, 17, 40])),
+        "softcap": sometimes(draw.choice([0.7, 4.0, 30.0])),
+        "scale": sometimes(draw.choice([-0.3, 0.1, 1.0]), 0.2),
+        "alibi": draw.random() < 0.2, "sinks": draw.random() < 0.2,
+        "layout": draw.choice(["bhld", "blhd"]),
+    }  # fmt: skip
+    if draw.random() < 0.35:
+        fields["lengths"] = tuple(draw.randint(0, S) for _ in range(B))
+    return Workload(**fields)
+
+
+@pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
+def test_random_workloads(first: int, cpu: Device) -> None:
+    for seed in range(first, first + CHUNK):
+        workload, splits = random_workload(seed), (1, 2, 3, 5)[seed % 4]
+        inputs = make_inputs(workload, cpu, seed, INPUT_KINDS[seed // 4 % len(INPUT_KINDS)])
+        found = failures(DecodeKernel(workload, cpu, splits=splits), inputs)
+        assert not found, f"{workload} (seed {seed}, {splits} splits): " + "; ".join(c.message for c in found)
+
+
+def test_the_random_workloads_cover_every_feature_that_is_taken() -> None:
+    drawn = [random_workload(seed) for seed in range(WORKLOADS)]
+    for feature in decode.taken_features():
+        assert sum(feature in w.features for w in drawn) >= 10, feature
+    assert any(w.S == 0 for w in drawn) and any(w.L * w.group > 16 for w in drawn)
+
+
+def test_a_packed_buffer_is_read_in_place(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_copied", lambda tensor: pytest.fail("copied"))
+    for text in ("B2,H2,L5,D16,fp16,causal,layout=qkv", "B1,H4/2,L2,S40,D24,fp16,layout=blhd"):
+        workload = Workload.parse(text)
+        assert not failures(DecodeKernel(workload, cpu, splits=2), make_inputs(workload, cpu))
+
+
+def test_odd_views_are_copied_and_right(cpu: Device) -> None:
+    workload = Workload.parse("B1,H2,L2,S40,D16,fp16")
+    inputs = make_inputs(workload, cpu)
+    buffers = {name: torch.zeros(1, 2, getattr(inputs, name).shape[2], 40, dtype=torch.float16) for name in "qkv"}
+    for name, tensor in (("q", buffers["q"][..., 1:17]), ("k", buffers["k"][..., ::2][..., :16]),
+                         ("v", buffers["v"][..., 8:24])):  # fmt: skip
+        tensor.copy_(getattr(inputs, name))
+        setattr(inputs, name, tensor)
+    assert [decode.is_readable(t, 16) for t in (inputs.q, inputs.k, inputs.v)] == [False, False, True]
+    kernel = DecodeKernel(workload, cpu, splits=2)
+    assert not failures(kernel, inputs) and not failures(kernel, inputs)  # with and without a plan of such strides
+
+
+def test_what_lies_beyond_the_real_keys_does_not_matter(cpu: Device) -> None:
+    workload = Workload.parse("B2,H2,L1,S40,D16,fp16,lengths=21/0")
+    inputs = make_inputs(workload, cpu)
+    kernel = DecodeKernel(workload, cpu, splits=3)
+    expected = kernel.forward(inputs)
+    for tensor in (inputs.k, inputs.v):
+        tensor[0, :, 21:] = torch.nan
+        tensor[1] = torch.nan
+    found = kernel.forward(inputs)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    assert (found.out[1] == 0).all() and (found.lse[1] == -torch.inf).all()
+
+
+# --- the kernels, each wrong in one place -----------------------------------------------------------------------------
+
+PLAIN, CAUSAL = "B1,H2/1,L1,S70,D16,fp16", "B1,H2/1,L5,S70,D16,fp16,causal=bottom_right"
+WINDOW, FULL = f"{CAUSAL},window=9", "B2,H4/2,L3,S70,D16,fp16,alibi,sinks,softcap=2,lengths=70/33"
+# What is replaced, by what, and a workload on which the judge must see it.
+MUTANTS = {
+    "the diagonal is hidden": ("position + 1)", "position)", CAUSAL),
+    "bottom right is top left": ("position += length - L", "position += 0", CAUSAL),
+    "the window is a key short": ("position - window + 1)", "position - window + 2)", WINDOW),
+    "the window is a key long": ("position - window + 1)", "position - window)", WINDOW),
+    "padding is seen": ("length = tl.load(lengths + b)", "length = S", FULL),
+    "a split loses its longer run": ("each + (split < longer).to(tl.int32)", "each", PLAIN),
+    "splits overlap": ("tl.minimum(split, longer)) * KEYS", "tl.minimum(split, longer)) * KEYS - split", CAUSAL),
+    "the last tile is lost": ("tiles = tl.cdiv(last - first, KEYS)", "tiles = (last - first) // KEYS", PLAIN),
+    "heads of a group are swapped": ("kv * GROUP + row % GROUP", "kv * GROUP + (row + 1) % GROUP", PLAIN),
+    "the sum is not rescaled": ("total * rescale + tl.sum(weights, 1)", "total + tl.sum(weights, 1)", CAUSAL),
+    "out is not rescaled": ("v_tile, acc * rescale[:, None]", "v_tile, acc", CAUSAL),
+    "a part is not normalised": ("acc = acc / tl.where(seen, total, 1.0)[:, None]\n        sum2", "sum2", PLAIN),
+    "parts are not weighted": ("part * weights[:, None]", "part", PLAIN),
+    "a part is forgotten": ("mask=some < splits,", "mask=some < splits - 1,", CAUSAL),
+    "lse is of base 2": (", 1.0))) * 0.6931471805599453, -float", ", 1.0))) * 1.0, -float", PLAIN),
+    "a sink is forgotten": ("total = tl.exp2(sink - shift)", "total = tl.exp2(sink - shift) * 0", FULL),
+    "ALiBi is upside down": ("scores -= slope", "scores += slope", FULL),
+    "ALiBi takes another head": ("tl.load(slopes + h,", "tl.load(slopes + h * 0,", FULL),
+    "softcap is no cap": ("_tanh(scores / softcap)", "(scores / softcap)", FULL),
+}  # fmt: skip
+
+
+@pytest.fixture
+def mutant(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """The kernels with one text replaced, as a module of its own."""
+    old, new, _ = MUTANTS[request.param]
+    source = Path(decode_kernels.__file__).read_text()
+    assert old in source, f"the kernels hold no {old!r} any more"
+    path = tmp_path / "mutant_decode_kernels.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield request.param, module
+    del sys.modules[path.stem]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, indirect=True)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a wrong kernel may overflow
+def test_a_wrong_kernel_is_found_out(mutant: tuple[str, Any], cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, module = mutant
+    monkeypatch.setattr(decode, "load_kernels", module.load)
+    workload = Workload.parse(MUTANTS[name][2])
+    assert failures(DecodeKernel(workload, cpu, splits=2), make_inputs(workload, cpu, 0, "needles"))
+
+
+def test_the_mutants_workloads_pass_unharmed(cpu: Device) -> None:
+    for text in dict.fromkeys(text for *_, text in MUTANTS.values()):
+        workload = Workload.parse(text)
+        assert not failures(DecodeKernel(workload, cpu, splits=2), make_inputs(workload, cpu, 0, "needles")), text
