@@ -96,7 +96,7 @@ class HopperCuda(SheetImplementation):
 
 
 class PreparedHopperCuda:
-    """One kernel, straight from and to the caller's layout. All that calls change is a cache of launches."""
+    """One kernel, straight from and to the caller's layout. Calls share nothing that they change but a cache of launches."""
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
         self.workload, self.configuration, self.index = workload, configuration, device.index

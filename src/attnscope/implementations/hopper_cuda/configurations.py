@@ -66,7 +66,7 @@ class Configuration:
         return padded_head_dim(head_dim) // 2 + self.keys // 2 + self.keys // 4
 
     def fits(self, head_dim: int) -> bool:
-        """Whether shared memory and registers suffice; 20 are kept for everything else."""
+        """Whether shared memory and registers suffice; 30 registers are kept for everything else."""
         enough = self.result_registers(head_dim) + 20 <= REGISTERS[self.groups][1]
         return enough and self.shared_bytes(head_dim) <= SHARED_LIMIT_BYTES
 
