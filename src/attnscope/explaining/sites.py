@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from attnscope.explaining.attention_ops import OWN_NAMES, is_backward, names_attention
+from attnscope.explaining.flex_calls import join_helpers
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
 from attnscope.explaining.shapes import Problem, count, first_shape, problem_of, product_sizes, tensor_dtypes
 from attnscope.explaining.works import BATCHED_OPS, MATMUL_OPS, Sequence, Work
@@ -110,7 +111,7 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
             tops[id(top)] = top
         else:
             rest.append(work)
-    calls = [_call_of_op(tops[key], works) for key, works in by_op.items()]
+    calls = join_helpers([_call_of_op(tops[key], works) for key, works in by_op.items()], sequence)
     calls += _calls_by_kernel(rest)
     taken = {id(work) for call in calls for work in call.works}
     return calls + _unfused_calls([work for work in rest if id(work) not in taken])
