@@ -43,8 +43,8 @@ def unfused_attention(facts: TraceFacts) -> Finding | None:
         remedy = (
             "torch.backends.mha.set_fastpath_enabled(False)  # MultiheadAttention then calls SDPA (need_weights=False)"
         )
-        sure = False
-        arithmetic += f"; {SLOW_PATH_COPIES}" if saving is not None else ""
+        if saving is not None:
+            sure, arithmetic = False, f"{arithmetic}; {SLOW_PATH_COPIES}"
     return Finding(
         id="unfused-attention",
         sentence=f"{calls} attention call{'s run' if calls != 1 else ' runs'} as separate kernels (product, softmax, "
