@@ -95,13 +95,13 @@ def busy_ns(events: Iterable[DeviceEvent]) -> int:
 
 def launched_before(trace: Trace) -> list[DeviceEvent]:
     """Device events without a launch that came before all that was launched in the trace: a stream keeps order."""
-    if not any(call.launches for call in trace.runtime_calls):
+    unlinked = [event for event in trace.device_events if event.launch is None]
+    if not unlinked or not any(call.launches for call in trace.runtime_calls):
         return []
     first: dict[tuple[int | None, int | None], int] = {}
     for event in trace.device_events:
         if event.launch is not None:
             first.setdefault((event.device, event.stream), event.start_ns)
-    unlinked = [event for event in trace.device_events if event.launch is None]
     return [event for event in unlinked if event.start_ns <= first.get((event.device, event.stream), event.start_ns)]
 
 
