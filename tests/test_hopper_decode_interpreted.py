@@ -5,7 +5,6 @@ Needs TRITON_INTERPRET=1 in the environment before triton is imported (``make tr
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.records import TensorCheck
 from attnscope.workload import Workload
-from triton_interpreter import needs_interpreter
+from triton_interpreter import mutated, needs_interpreter
 
 pytestmark = needs_interpreter
 WORKLOADS, CHUNK = 120, 30
@@ -148,16 +147,9 @@ MUTANTS = {
 def mutant(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """The kernels with one text replaced, as a module of its own."""
     old, new, _ = MUTANTS[request.param]
-    source = Path(decode_kernels.__file__).read_text()
-    assert old in source, f"the kernels hold no {old!r} any more"
-    path = tmp_path / "mutant_decode_kernels.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = mutated(decode_kernels, old, new, tmp_path)
     yield request.param, module
-    del sys.modules[path.stem]
+    del sys.modules[module.__name__]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, indirect=True)

@@ -8,7 +8,6 @@ one forward and backward.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import sys
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from attnscope.judging import judge
 from attnscope.random_workloads import Space, draw_workload
 from attnscope.records import TensorCheck
 from attnscope.workload import Workload
-from triton_interpreter import needs_interpreter
+from triton_interpreter import mutated, needs_interpreter
 
 pytestmark = needs_interpreter
 WORKLOADS, CHUNK = 200, 10
@@ -140,16 +139,9 @@ MUTANTS = {
 def mutant(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """The kernels with one text replaced, as a module of its own."""
     old, new, _ = MUTANTS[request.param]
-    source = Path(triton_fused_kernels.__file__).read_text()
-    assert old in source, f"the kernels hold no {old!r} any more"
-    path = tmp_path / "mutant_kernels.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = mutated(triton_fused_kernels, old, new, tmp_path)
     yield request.param, module.load()
-    del sys.modules[path.stem]
+    del sys.modules[module.__name__]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, indirect=True)
