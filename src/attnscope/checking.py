@@ -99,8 +99,10 @@ def check_implementation(
         return _check_with_draws(
             implementation, workload, device, seed, directions, kinds, quick, prepared, cache, strides, spin_cycles
         )
-    checker = _Checker(implementation, workload, device, tuple(directions), quick, prepared, cache or ReferenceCache())
-    checker.strides, checker.spin_cycles = strides, spin_cycles
+    checker = _Checker(
+        implementation, workload, device, tuple(directions), quick, prepared, cache or ReferenceCache(), strides,
+        spin_cycles,
+    )  # fmt: skip
     return checker.run(seed, kinds, repeat)
 
 
@@ -160,9 +162,12 @@ class _Checker:
         quick: bool,
         prepared: Prepared,
         cache: ReferenceCache,
+        strides: str,
+        spin_cycles: int,
     ) -> None:
         self.sheet, self.workload, self.device, self.quick = implementation.sheet, workload, device, quick
         self.directions, self.prepared, self.cache = directions, prepared, cache
+        self.strides, self.spin_cycles = strides, spin_cycles
         self.backward = "backward" in directions
         compute = self.sheet.compute_precision(workload.dtype)
         self.compute = compute if compute in ("fp32", "tf32", "fp64") else "fp32"
@@ -171,7 +176,6 @@ class _Checker:
         self.told: list[TensorCheck] = []  # errors against the tight budget, for the factor
         self.deterministic: dict[str, bool] = {}
         self.is_loose = False
-        self.strides, self.spin_cycles = "plain", SPIN_CYCLES
         self.previous: list[Tensor] = []
 
     def run(self, seed: int, kinds: Sequence[str], repeat: bool) -> CheckResult:
