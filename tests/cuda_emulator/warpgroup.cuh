@@ -16,10 +16,6 @@ inline std::vector<std::vector<std::function<void()>>>& emulator_groups_of_produ
 inline u64 __cvta_generic_to_shared(const void* place) { return (u64)place - (u64)emulator_dynamic_shared() / 1024 * 1024; }
 inline void __trap() { emulator_fail("a trap was met"); }
 
-template <int Threads> inline void meet() {
-  if (Threads != (int)blockDim.x) emulator_fail("a barrier counts other threads than the block has");
-  __syncthreads();
-}
 inline void begin_products() {}
 inline void publish_to_products() { emulator_unpublished[threadIdx.x] = false; }
 inline void commit_products() { emulator_groups_of_products().emplace_back(); }

@@ -21,12 +21,6 @@ template <int Left> __device__ __forceinline__ void wait_for_products() {
 // What this thread wrote to shared memory, copies that it waited for included, becomes visible to wgmma.
 __device__ __forceinline__ void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A barrier of all threads of the block that they may reach at different places of the program, warp by warp, as groups
-// with different numbers of tiles do; __syncthreads must be the same one for all.
-template <int Threads> __device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
-}
-
 // Keeps the order of what is computed on these registers and of the asynchronous products around: the compiler believes
 // that results are there once wgmma was issued, and would move arithmetic across a wait.
 template <int N> __device__ __forceinline__ void settle(float (*c)[4]) {
