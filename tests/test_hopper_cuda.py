@@ -13,6 +13,7 @@ from attnscope import cuda
 from attnscope.device import Device, find_device
 from attnscope.errors import UsageError
 from attnscope.implementations import hopper_cuda
+from attnscope.implementations.common import NO_TILE
 from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
 from attnscope.implementations.hopper_cuda.configurations import CHOICES, Configuration, usual
 from attnscope.workload import Workload
@@ -359,7 +360,7 @@ def test_longest_rows_come_first_within_what_the_cache_holds():
 @pytest.mark.parametrize("lengths", [[1], [0, 0, 1, 2], list(range(1, 65)), [5, 9, 9, 9, 2]])
 def test_the_table_names_each_tile_once_and_balances(lengths, heads, section, blocks):
     table = scheduling.balanced_order(lengths, heads, section, blocks)
-    assert len(table) % blocks == 0 and set(table[-blocks:]) == {scheduling.END}
+    assert len(table) % blocks == 0 and set(table[-blocks:]) == {NO_TILE}
     columns = [table[block::blocks] for block in range(blocks)]
     walked = [list(itertools.takewhile(lambda tile: tile >= 0, column)) for column in columns]
     assert sorted(itertools.chain.from_iterable(walked)) == list(range(heads * len(lengths)))

@@ -1,16 +1,19 @@
-"""Stage 2: what implementations share: autograd, dense masks, tensors in the workload's layout.
+"""Stage 2: what implementations share: autograd, dense masks, tensors in the workload's layout, tiles for blocks.
 
 Reads Workload and Inputs, writes Gradients. Must not import an implementation or a later stage, nor torch at import.
 """
 
 from __future__ import annotations
 
+import heapq
+import importlib
 import os
 import re
 import shutil
+import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
@@ -157,3 +160,48 @@ def compiler_reasons(device: Device) -> list[str]:
     elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         found.append("torch.compile needs Python's C headers, and Python.h is not installed")
     return found
+
+
+def jit_module(name: str, functions: Mapping[str, Callable[..., Any]], unspecialized: Sequence[str]) -> Any:
+    """The imported module ``name`` with its ``functions`` made by ``triton.jit`` and ``tl`` beside them, once.
+
+    ``unspecialized`` are arguments whose values shall not make Triton compile anew. Raises what importing triton does.
+    """
+    module = sys.modules[name]
+    if "tl" not in vars(module):
+        triton = importlib.import_module("triton")
+        language = importlib.import_module("triton.language")
+        made = {name: triton.jit(f, do_not_specialize=unspecialized) for name, f in functions.items()}
+        vars(module).update(made, tl=language)
+    return module
+
+
+NO_TILE = -1  # where a block has nothing more to do
+
+
+def deal_tiles(sections: Iterable[Iterable[tuple[int, int]]], blocks: int) -> list[list[int]]:
+    """Tiles of each of ``blocks``, in the order in which it works on them.
+
+    ``sections`` follow one another; each gives (cost, number) of its tiles, the longest first. A tile goes to the block
+    with the least to do so far, all earlier sections counted, so blocks end within one tile of each other.
+    """
+    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    loads = list(range(blocks))  # load * blocks + block, as one number: a heap of them is quick
+    for section in sections:
+        for cost, number in section:
+            least = loads[0]
+            dealt[least % blocks].append(number)
+            heapq.heapreplace(loads, least + cost * blocks)
+    return dealt
+
+
+def turns_of(dealt: Sequence[Sequence[int]]) -> list[int]:
+    """What blocks do turn by turn, side by side, ``NO_TILE`` where one is through.
+
+    One turn more than there are, since a block looks up a tile while it works on the one before.
+    """
+    blocks = len(dealt)
+    table = [NO_TILE] * (blocks * (1 + max(map(len, dealt))))
+    for block, tiles in enumerate(dealt):
+        table[block : block + blocks * len(tiles) : blocks] = tiles
+    return table

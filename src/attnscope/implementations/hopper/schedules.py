@@ -6,9 +6,9 @@ or a later stage.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
+from attnscope.implementations.common import deal_tiles, turns_of
 from attnscope.workload import Workload
 
 MAX_TILES = 2**20  # a table of more would take seconds; such grids keep the arithmetic order
@@ -47,30 +47,21 @@ def balance(costs: Sequence[Sequence[int]], heads: int, section: int, blocks: in
     another, because their keys and values share the L2 cache. Within one, the longest tile that is left goes to the
     block with the least to do so far, all earlier sections counted; so blocks end within one tile of each other.
     """
-    row_tiles = len(costs[0])
-    total = len(costs) * heads
-    tiles: list[list[int]] = [[] for _ in range(blocks)]
-    loads = list(range(blocks))  # load * blocks + block, as one number: a heap of them is quick
-    for first in range(0, total, section):
-        numbers = [
-            (-cost, head * row_tiles + tile)
-            for head in range(first, min(first + section, total))
-            for tile, cost in enumerate(costs[head // heads])
-        ]
-        for cost, number in sorted(numbers):
-            least = loads[0]
-            tiles[least % blocks].append(number)
-            heapq.heapreplace(loads, least - cost * blocks)
-    return tiles
+    row_tiles, total = len(costs[0]), len(costs) * heads
+    sections = (
+        sorted(
+            (
+                (cost, head * row_tiles + tile)
+                for head in range(first, min(first + section, total))
+                for tile, cost in enumerate(costs[head // heads])
+            ),
+            key=lambda told: (-told[0], told[1]),
+        )
+        for first in range(0, total, section)
+    )
+    return deal_tiles(sections, blocks)
 
 
 def as_table(tiles: Sequence[Sequence[int]]) -> list[int]:
-    """What the kernel reads: each block's count of tiles, then its tiles turn by turn, -1 where it has none.
-
-    One turn more than there are, since a block looks up a tile while it works on the one before.
-    """
-    turns = max(map(len, tiles)) + 1
-    table = [len(own) for own in tiles]
-    for turn in range(turns):
-        table += [own[turn] if turn < len(own) else -1 for own in tiles]
-    return table
+    """What the kernel reads: each block's count of tiles, then its tiles turn by turn."""
+    return [len(own) for own in tiles] + turns_of(tiles)

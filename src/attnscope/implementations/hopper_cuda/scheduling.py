@@ -8,10 +8,10 @@ others. The table gives each tile, the longest of a section of heads first, to t
 
 from __future__ import annotations
 
-import heapq
 import math
 
 from attnscope.device import Device
+from attnscope.implementations.common import deal_tiles, turns_of
 from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div, has_upper_bound
 from attnscope.inputs import torch_dtype
 from attnscope.workload import Workload
@@ -19,7 +19,6 @@ from attnscope.workload import Workload
 L2_BYTES = 50 * 2**20
 L2_SHARE = 0.6  # of which a section of heads may fill with keys and values
 COSTS_A_KEY_TILE, COSTS_A_TILE = 2, 3  # a tile's first scores and its last sums overlap with nothing: 1.5 tiles of keys
-END = -1
 
 
 def visible_from(workload: Workload) -> tuple[int, int]:
@@ -58,23 +57,20 @@ def key_tiles(workload: Workload, configuration: Configuration) -> list[int]:
 
 
 def balanced_order(lengths: list[int], heads: int, section: int, blocks: int) -> list[int]:
-    """The table: rows of ``blocks`` entries, each head * len(lengths) + row tile, or END; the last row is END.
+    """The table: rows of ``blocks`` entries, each head * len(lengths) + row tile, or NO_TILE; the last
+    row is NO_TILE.
 
     ``lengths``: tiles of keys of each tile of rows, alike in all heads. A block's column is what it does, from above.
     No block gets more than the least loaded one by more than a single tile.
     """
     rows = len(lengths)
     longest_first = sorted(range(rows), key=lambda row: (-lengths[row], -row))
-    columns: list[list[int]] = [[] for _ in range(blocks)]
-    loads = list(range(blocks))  # load * blocks + block: plain numbers, which a heap compares quickly
-    for start in range(0, heads, section):
-        for row in longest_first:
-            cost = (COSTS_A_KEY_TILE * lengths[row] + COSTS_A_TILE) * blocks
-            for head in range(start, min(start + section, heads)):
-                least = loads[0]
-                columns[least % blocks].append(head * rows + row)
-                heapq.heapreplace(loads, least + cost)
-    table = [END] * (blocks * (1 + max(map(len, columns))))
-    for block, column in enumerate(columns):
-        table[block : block + blocks * len(column) : blocks] = column
-    return table
+    sections = (
+        [
+            (COSTS_A_KEY_TILE * lengths[row] + COSTS_A_TILE, head * rows + row)
+            for row in longest_first
+            for head in range(start, min(start + section, heads))
+        ]
+        for start in range(0, heads, section)
+    )
+    return turns_of(deal_tiles(sections, blocks))

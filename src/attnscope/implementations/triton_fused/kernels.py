@@ -16,10 +16,10 @@ or None, ``starts`` and ``ends`` (L,) of each row's packed sequence or None, L, 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from attnscope.implementations.common import jit_module
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -37,13 +37,7 @@ def _device(function: Callable[..., Any]) -> Any:
 
 def load() -> Any:
     """This module with its kernels made by ``triton.jit``. Raises what importing triton raises."""
-    module = sys.modules[__name__]
-    if "tl" not in vars(module):
-        triton = importlib.import_module("triton")
-        language = importlib.import_module("triton.language")
-        made = {name: triton.jit(f, do_not_specialize=SIZES) for name, f in _DEVICE_FUNCTIONS.items()}
-        vars(module).update(made, tl=language)
-    return module
+    return jit_module(__name__, _DEVICE_FUNCTIONS, SIZES)
 
 
 # --- geometry ---------------------------------------------------------------------------------------------------------
