@@ -152,7 +152,7 @@ def keep_mask(workload, gpu, settings):
 
 @pytest.mark.parametrize("probability", [0.125, 0.25, 0.5])
 def test_dropout_by_statistics_over_seeds(gpu, probability):
-    """Seeds are what is independent: within a call, a key's mask is correlated, its rates spread about thrice as far."""
+    """Seeds are what is independent: the masks within a call are not, see fault A2 of ``attnscope faults``."""
     workload, seeds = Workload.parse("B2,H4,L128,S64,D64,bf16"), 48
     masks = [keep_mask(workload, gpu, Settings(dropout=probability, seed=seed)) for seed in range(seeds)]
     rates = torch.stack([mask.double().mean((0, 1, 2)) for mask in masks])  # of each key, by seed

@@ -30,7 +30,9 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
     on_gpu = bool(trace.device_events)
     total = sum([work.duration_ns for work in works])
     attention = [work for work in works if work.in_attention]
-    unattributed = [work for work in works if not work.in_attention and (work.replayed or not work.ops or work.untold)]
+    unattributed = [
+        work for work in works if not work.in_attention and (work.replayed or not work.ops or work.untold)
+    ]
     kinds = [event.kind for event in trace.device_events]
     annotations = trace.annotations
     calls = Counter([call.name for call in trace.runtime_calls])
