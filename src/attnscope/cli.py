@@ -225,9 +225,9 @@ def faults(
     write: Annotated[bool, typer.Option("--write", help="Put what was observed into known_faults.toml.")] = False,
 ) -> None:
     """Try publicly reported faults on this machine's implementations and say which are there."""
-    from attnscope.faults import main_faults
+    from attnscope.faults_cli import faults_table
 
-    typer.echo(main_faults(device, write))
+    typer.echo(faults_table(device, write))
 
 
 @records_app.command("add")
