@@ -332,3 +332,11 @@ def test_the_ladder_command_times_them_whole_and_in_parts(gpu):
     parts = {row.rung: list(row.parts) for row in run.rows}
     assert parts == {"v10": ["cuDNN"], "v11": ["round", "cuDNN", "widen"]}, [row.reasons for row in run.rows]
     assert all(row.passed and row.timing is not None for row in run.rows)
+
+
+def test_a_record_holds_the_workspace(gpu):
+    from attnscope import measure
+
+    run = measure("B1,H2,L256,D64,bf16", implementations="cudnn_graph", quick=True)
+    row = run.results[0]
+    assert row.backward.workspace_mib * MIB >= 4 * 2 * 256 * 64 > row.forward.workspace_mib * MIB - MIB
