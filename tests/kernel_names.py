@@ -108,6 +108,8 @@ BACKWARD = (
     "_ZN5aiter24fmha_bwd_hd128_odo_bf16E",
     "triton_tem_fused_flex_attention_backward_zeros_1",
     "triton_tem_fused__to_copy_flex_attention_backward_view_3",
+    "triton_per_fused_flex_attention_backward_0",
+    "triton_red_fused__to_copy_flex_attention_backward_view_2",
     "parallel_attn_bwd_kernel_dkv",
 )
 CONVOLUTIONS = (

@@ -181,3 +181,50 @@ def test_generated_kernels_are_known_by_the_compiler_s_names() -> None:
     assert {site.implementation for site in told.sites} == {"unfused, compiled", "inductor flex attention"}
     assert told.window.attention_by == ((BY_COMPILER, pytest.approx(280)),)
     assert "100 % by the name that torch.compile gave" in " ".join(render_explanation(told).split())
+
+
+DELTA, GRADIENTS = "triton_per_fused_flex_attention_backward_0", "triton_tem_fused_flex_attention_backward_1"
+OVER_GROUPS = "triton_red_fused_flex_attention_backward_2"
+OTHER_SUM = "triton_per_fused_mul_sum_3"
+
+
+def generated(*names: str, graph: str = "## Call CompiledFxGraph a ##") -> Callable[[TraceBuilder], None]:
+    def build(b: TraceBuilder) -> None:
+        with b.annotation(graph):
+            for name in names:
+                with b.op(name):
+                    b.kernel(name, 10, launch="cuLaunchKernel")
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("names", "kernels"),
+    [
+        ((DELTA, GRADIENTS), 2), ((DELTA, GRADIENTS, OVER_GROUPS), 3), ((GRADIENTS,), 1),
+        ((DELTA, OTHER_SUM, GRADIENTS), 2), ((OTHER_SUM, GRADIENTS, OTHER_SUM), 1),
+    ],
+)  # fmt: skip
+def test_a_call_of_flex_attention_s_backward_is_one_site(names: tuple[str, ...], kernels: int) -> None:
+    """Its helpers belong to it, and what else was generated does not."""
+    (site,) = explained(generated(*names), generated(*names)).sites
+    assert (site.name, site.direction, site.implementation) == (GRADIENTS, "backward", "inductor flex attention")
+    assert (site.calls, site.kernels_per_call, site.time_us) == (2, kernels, pytest.approx(20 * kernels))
+
+
+def test_helpers_go_to_the_layer_they_stand_with() -> None:
+    products = "triton_tem_fused_mm_4"
+    layers = generated(DELTA, GRADIENTS, OVER_GROUPS, products, DELTA, GRADIENTS, OVER_GROUPS)
+    (site,) = explained(layers).sites
+    assert (site.calls, site.kernels_per_call) == (2, 3)
+
+
+def test_a_helper_of_another_graph_stays_by_itself() -> None:
+    told = explained(generated(DELTA), generated(GRADIENTS, graph="## Call CompiledFxGraph b ##"))
+    assert {site.name: site.calls for site in told.sites} == {DELTA: 1, GRADIENTS: 1}
+    assert {site.implementation for site in told.sites} == {"inductor flex attention"}
+
+
+def test_flex_attention_s_forward_takes_no_helper() -> None:
+    told = explained(generated(DELTA, "triton_tem_fused_flex_attention_0"))
+    assert sorted(site.direction for site in told.sites) == ["backward", "forward"]

@@ -140,6 +140,8 @@ def test_the_fast_path_of_multihead_attention() -> None:
     assert site.implementation == "MultiheadAttention fast path, unfused"
     assert (site.problem, site.kernels_per_call) == ("B16,H8,L128,D64,bf16", 3)
     assert explanation.window.attention_us == pytest.approx(80 + 280 + 80)
+    found = finding(explanation, "unfused-attention")
+    assert found.saving_us > 0 and found.confidence == "low" and "copies the projections" in found.arithmetic
 
 
 def test_fused_calls_are_named_and_rated() -> None:

@@ -194,7 +194,7 @@ def test_right_kernels_pass_what_is_drawn(fuzz: Any) -> None:
             {"geometry": lambda w: w.replace(window=w.window and w.window + 1)},
             3,
             ("window=1",),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -336,7 +336,7 @@ def test_the_command_prints_json_and_fails_where_a_case_does(monkeypatch: pytest
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "status"), [("Crashes", "crashed"), ("Hangs", "hung")])
 def test_a_crash_or_a_hang_costs_its_own_case_and_the_rest_goes_on(name: str, status: str) -> None:
     report = execute_fuzz(make_fuzz_plan(f"{BAD}:{name}", cases=2, device="cpu", time_limit_s=3))
@@ -345,7 +345,7 @@ def test_a_crash_or_a_hang_costs_its_own_case_and_the_rest_goes_on(name: str, st
     assert report.failures[0].alike == (1,) and "attnscope check" in report.failures[0].command
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_workers_find_what_one_finds() -> None:
     one, two = (execute_fuzz(make_fuzz_plan(f"{BAD}:Good", cases=64, device="cpu", workers=count)) for count in (1, 2))
     assert (one.workers, two.workers) == (1, 2) and one.coverage == two.coverage and one.cases == two.cases == 64

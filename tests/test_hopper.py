@@ -403,7 +403,7 @@ def test_a_thread_without_a_context_gets_one() -> None:
     driver = Driver(invalid_contexts=1)
     launcher(driver).launch(3, 7, launching.Arguments([ctypes.c_int32(5)]))
     assert [name for name, _ in driver.calls] == ["cuLaunchKernel", "cuCtxSetCurrent", "cuLaunchKernel"]
-    assert driver.calls[-1][1][1].value == 3 and driver.calls[-1][1][8].value == 7
+    assert driver.calls[-1][1][1] == 3 and driver.calls[-1][1][8].value == 7
 
 
 def test_a_refused_launch_is_a_sentence() -> None:
@@ -450,7 +450,9 @@ for text, values in json.load(sys.stdin):
             source = Path(place) / "kernel.ptx"
             source.write_text(machine.ptx)
             ran = subprocess.run(
-                [ptxas, "-v", "-arch=sm_90a", "-o", Path(place) / "kernel.cubin", source], capture_output=True, text=True
+                [ptxas, "-v", "-arch=sm_90a", "-o", Path(place) / "kernel.cubin", source],
+                capture_output=True,
+                text=True,
             )
             said = ran.stderr
     print(json.dumps([text, values, machine.shared_bytes, machine.threads, said]), flush=True)
@@ -516,7 +518,7 @@ def text_of(key: str) -> str:
     return f"B1,H2,L{size},{dim},{dtype}{masks[mask]}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dim", ["D64", "D128", "D256"])
 def test_all_that_may_be_chosen_compiles_cleanly(dim: str, tmp_path: Path) -> None:
@@ -528,7 +530,7 @@ def test_all_that_may_be_chosen_compiles_cleanly(dim: str, tmp_path: Path) -> No
     assert_clean(compile_apart("3.6.0", list(jobs), tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_every_feature_compiles_cleanly(tmp_path: Path) -> None:
     texts = [
@@ -539,7 +541,7 @@ def test_every_feature_compiles_cleanly(tmp_path: Path) -> None:
     assert_clean(compile_apart("3.6.0", [(text, choose(Workload.parse(text))) for text in texts], tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_claimed_release_of_triton_compiles_it(version: str, tmp_path: Path) -> None:

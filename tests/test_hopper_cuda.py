@@ -105,13 +105,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("text", "configuration"), SHAPES, ids=lambda x: x if isinstance(x, str) else "")
 def test_every_variant_is_right_on_the_emulator(emulated, text, configuration):
     check(emulated, text, configuration)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["large", "shifted", "peaky"])
 def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
     for slack in (0, 8):
@@ -120,7 +120,7 @@ def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stands", "instead"),
     [
@@ -183,7 +183,7 @@ def test_the_usual_kernel_neither_spills_nor_serialises():
     check_machine_code(workload, usual(workload))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mask", ["", ",causal", ",window=64", ",causal,window=64"])
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
 def test_no_usual_kernel_spills_or_serialises(head_dim, mask):
@@ -192,7 +192,7 @@ def test_no_usual_kernel_spills_or_serialises(head_dim, mask):
         check_machine_code(workload, usual(workload))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_no_candidate_spills_or_serialises(head_dim):
     for mask in ("", ",causal"):

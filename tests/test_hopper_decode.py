@@ -143,9 +143,9 @@ def test_what_can_be_read_in_place() -> None:
 
 
 def test_explain_knows_its_kernels() -> None:
-    for name in ("hopper_attention_decode", "hopper_attention_decode_combine"):
+    for name, unit in (("hopper_attention_decode", "tensor core"), ("hopper_attention_decode_combine", "memory")):
         meaning = explain_name(name)
-        assert (meaning.family, meaning.role, meaning.unit) == ("attnscope hopper", "fused attention", "memory")
+        assert (meaning.family, meaning.role, meaning.unit) == ("attnscope hopper", "fused attention", unit)
 
 
 # --- slow: compiling for a card that is not here ----------------------------------------------------------------------
@@ -176,7 +176,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     yield compile_for
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("rows", "dim", "tile"), [(*kind, tile) for kind, tiles in TILES.items() for tile in tiles])
 def test_what_is_shipped_compiles_spills_nothing_and_fits(
     rows: int, dim: int, tile: Tile, compiled: Any, tmp_path: Path
@@ -188,7 +188,7 @@ def test_what_is_shipped_compiles_spills_nothing_and_fits(
         assert tile.resident * (first.metadata.shared + 1024) <= SHARED_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_copies_are_16_bytes_wide_and_asynchronous(compiled: Any) -> None:
     for text in (
         "B2,H8/2,L1,S4096,D128,bf16",
@@ -200,12 +200,12 @@ def test_copies_are_16_bytes_wide_and_asynchronous(compiled: Any) -> None:
         assert copies and all("cp.async.cg.shared.global" in line and ", 0x10" in line for line in copies), text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_splits_one_kernel_is_compiled(compiled: Any) -> None:
     assert [k.name for k in compiled("B256,H32/8,L1,S2048,D128,bf16,sinks")] == ["hopper_attention_decode"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_caller_s_alignment_is_assumed(compiled: Any) -> None:
     first, combine = compiled("B2,H8/2,L1,S4096,D128,bf16,sinks,alibi,lengths=4096/7", splits=4)
     aligned = {name for name in ("q", "k", "v", "lengths", "slopes", "sinks") if _is_aligned(first, name)}

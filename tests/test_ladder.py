@@ -129,7 +129,7 @@ def test_tiles_go_round_the_buffers(emulated, block):
         ("publish_to_products();", ""),
         ("      wait_for_products<0>();", ""),
         ("#define STAGES 3", "#define STAGES 2"),
-        ("    meet<BLOCK_SIZE>();", ""),
+        ("    __syncthreads();\n    if (tile + 1", "    if (tile + 1"),
     ],
 )
 def test_the_emulator_sees_what_a_warpgroup_kernel_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
@@ -156,7 +156,6 @@ def test_the_emulator_sees_a_missing_barrier(emulated, tmp_path, lost):
     parts[lost] += ";"
     (tmp_path / "race.cu").write_text(parts[0] + ("" if lost == 0 else "__syncthreads();") + parts[1]
                                       + ("" if lost == 1 else "__syncthreads();") + parts[2])  # fmt: skip
-    (tmp_path / "device.cuh").write_text((common.FOLDER / "device.cuh").read_text())
     kernel = emulated.load_kernel(tmp_path / "race.cu", "softmax_backward_block_a_row", HOPPER, {"BLOCK_SIZE": 32})
     p, dp = torch.rand(1, 64, 64), torch.rand(1, 64, 64)
     results = []

@@ -324,9 +324,7 @@ def _compile(text: str, path: Path, architecture: str, options: tuple[str, ...])
         errors = [line for line in said if "error" in line]
         shown = said[-LOG_LINES:] if not errors else [*errors[:3], "...", *said[-LOG_LINES:]]
         raise PrepareFailed(f"{path.name} does not compile for {architecture}:", "\n".join(shown)) from None
-    return Cubin(
-        code, architecture, parse_resources(log.text), time.perf_counter() - started, parse_remarks(log.text)
-    )
+    return Cubin(code, architecture, parse_resources(log.text), time.perf_counter() - started, parse_remarks(log.text))
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

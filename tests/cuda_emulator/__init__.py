@@ -41,7 +41,8 @@ DEVICE = EmulatedDevice("cuda", "emulated", capability=(9, 0), multiprocessors=1
 
 @dataclass
 class EmulatedKernel:
-    """A kernel as :class:`attnscope.cuda.Kernel` looks from outside. ``order`` 0 or 1: first or last thread first; 2 as 0, but copies land at once."""
+    """A kernel as :class:`attnscope.cuda.Kernel` looks from outside. ``order`` 0 or 1: first or last thread first;
+    2 as 0, but copies land at once."""
 
     name: str
     function: Any

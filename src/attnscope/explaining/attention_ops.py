@@ -41,6 +41,13 @@ def names_attention(name: str) -> bool:
     return ATTENTION_OP.search(name) is not None and NOT_ATTENTION_OP.search(name) is None
 
 
+@functools.lru_cache(maxsize=4096)
 def is_backward(name: str) -> bool:
     """Whether an op of this name computes gradients."""
     return BACKWARD_OP.search(name) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def own_name(names: tuple[str, ...]) -> str | None:
+    """What PyTorch's implementation among these ops is called; None where none of them is one."""
+    return next((said for part, said in OWN_NAMES if any(part in name for name in names)), None)

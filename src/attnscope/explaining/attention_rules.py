@@ -24,6 +24,10 @@ from attnscope.units import format_us
 
 MOST_FLASH_D = 256
 MATH = "SDPA math"
+SLOW_PATH_COPIES = (
+    "off its fast path MultiheadAttention copies the projections and the output, and adds the bias apart: what that "
+    "costs is not in the trace and not taken off"
+)
 
 
 def unfused_attention(facts: TraceFacts) -> Finding | None:
@@ -39,6 +43,8 @@ def unfused_attention(facts: TraceFacts) -> Finding | None:
         remedy = (
             "torch.backends.mha.set_fastpath_enabled(False)  # MultiheadAttention then calls SDPA (need_weights=False)"
         )
+        if saving is not None:
+            sure, arithmetic = False, f"{arithmetic}; {SLOW_PATH_COPIES}"
     return Finding(
         id="unfused-attention",
         sentence=f"{calls} attention call{'s run' if calls != 1 else ' runs'} as separate kernels (product, softmax, "

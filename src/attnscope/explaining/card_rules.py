@@ -17,7 +17,7 @@ from attnscope.explaining.trace_facts import TraceFacts, evidence, total
 from attnscope.explaining.works import MATMUL_OPS, Work
 from attnscope.records import Finding
 from attnscope.trace.events import DeviceEvent
-from attnscope.trace.names import CUDA_CORE, TENSOR_CORE, readable_name
+from attnscope.trace.names import CUDA_CORE, MEMORY, TENSOR_CORE, readable_name
 from attnscope.units import format_us, significant
 
 MISALIGNED = re.compile(r"_align[12]\b|_align[12]>")
@@ -222,6 +222,8 @@ def occupancy_low(facts: TraceFacts) -> Finding | None:
         event = work.event
         if event is None or work.role not in (FUSED, FUSED_BACKWARD) or not event.occupancy_shown:
             continue
+        if work.meaning.unit == MEMORY:
+            continue  # a helper's grid is small; it keeps no tiles
         alike = (work.name, event.grid, event.block, event.registers, event.shared_memory_bytes, event.occupancy_shown,
                  event.device)  # fmt: skip
         if alike not in known:

@@ -63,10 +63,11 @@ def mask_rebuilt(facts: TraceFacts) -> Finding | None:
 
 
 def _converts(work: Work) -> bool:
-    """SDPA turns a bool mask into an additive one before it chooses a kernel: a where right inside it."""
-    if len(work.ops) < 2 or work.replayed or work.ops[0].name != "aten::where":
+    """SDPA turns a bool mask into an additive one before it chooses a kernel: a where right inside it, within whose
+    form for numbers the form for tensors works."""
+    if not work.ops or work.replayed or work.ops[0].name != "aten::where" or work.inside(*INNER_OPS):
         return False
-    return work.ops[1].name == SDPA_OP and not work.inside(*INNER_OPS)
+    return next((op.name for op in work.ops if op.name != "aten::where"), None) == SDPA_OP
 
 
 def mask_keeps_flash_away(facts: TraceFacts) -> Finding | None:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from attnscope.explaining.attention_ops import OWN_NAMES, is_backward, names_attention
+from attnscope.explaining.attention_ops import is_backward, names_attention, own_name
+from attnscope.explaining.flex_calls import join_helpers
 from attnscope.explaining.roles import FUSED, FUSED_BACKWARD
 from attnscope.explaining.shapes import Problem, count, first_shape, problem_of, product_sizes, tensor_dtypes
 from attnscope.explaining.works import BATCHED_OPS, MATMUL_OPS, Sequence, Work
@@ -110,7 +111,7 @@ def _calls(sequence: Sequence) -> list[AttentionCall]:
             tops[id(top)] = top
         else:
             rest.append(work)
-    calls = [_call_of_op(tops[key], works) for key, works in by_op.items()]
+    calls = join_helpers([_call_of_op(tops[key], works) for key, works in by_op.items()], sequence)
     calls += _calls_by_kernel(rest)
     taken = {id(work) for call in calls for work in call.works}
     return calls + _unfused_calls([work for work in rest if id(work) not in taken])
@@ -130,13 +131,13 @@ def _call_of_op(op: Op, works: list[Work]) -> AttentionCall:
     problem = next((p for p in (problem_of(one) for one in (op, *chain)) if p is not None), Problem())
     backward = is_backward(op.name) or any(work.role == FUSED_BACKWARD for work in works)
     return AttentionCall(
-        "op", op.name, "backward" if backward else "forward", _implementation([one.name for one in chain], works),
+        "op", op.name, "backward" if backward else "forward", _implementation(tuple(one.name for one in chain), works),
         works, problem, works[0].module, op=op,
     )  # fmt: skip
 
 
-def _implementation(names: list[str], works: list[Work]) -> str:
-    own = next((said for part, said in OWN_NAMES if any(part in name for name in names)), None)
+def _implementation(names: tuple[str, ...], works: list[Work]) -> str:
+    own = own_name(names)
     family = next((w.meaning.family for w in works if w.role in (FUSED, FUSED_BACKWARD) and w.meaning.family), None)
     if own and family == "aotriton":
         return f"{own} (AOTriton)"

@@ -30,9 +30,7 @@ def make_window(trace: Trace, sequences: Iterable[Sequence]) -> Window:
     on_gpu = bool(trace.device_events)
     total = sum([work.duration_ns for work in works])
     attention = [work for work in works if work.in_attention]
-    unattributed = [
-        work for work in works if not work.in_attention and (work.replayed or not work.ops or work.untold)
-    ]
+    unattributed = [work for work in works if not work.in_attention and (work.replayed or not work.ops or work.untold)]
     kinds = [event.kind for event in trace.device_events]
     annotations = trace.annotations
     calls = Counter([call.name for call in trace.runtime_calls])
@@ -97,13 +95,13 @@ def busy_ns(events: Iterable[DeviceEvent]) -> int:
 
 def launched_before(trace: Trace) -> list[DeviceEvent]:
     """Device events without a launch that came before all that was launched in the trace: a stream keeps order."""
-    if not any(call.launches for call in trace.runtime_calls):
+    unlinked = [event for event in trace.device_events if event.launch is None]
+    if not unlinked or not any(call.launches for call in trace.runtime_calls):
         return []
     first: dict[tuple[int | None, int | None], int] = {}
     for event in trace.device_events:
         if event.launch is not None:
             first.setdefault((event.device, event.stream), event.start_ns)
-    unlinked = [event for event in trace.device_events if event.launch is None]
     return [event for event in unlinked if event.start_ns <= first.get((event.device, event.stream), event.start_ns)]
 
 

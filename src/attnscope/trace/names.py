@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 MOST_LOOKED_AT = 1024  # characters of a name; what it says stands at its beginning
 TENSOR_CORE, CUDA_CORE, MEMORY, UNKNOWN = "tensor core", "CUDA core", "memory", "unknown"
+FLEX = "inductor flex attention"
 UNKNOWN_RULE = "no rule knows this name; Nsight Compute (ncu) can tell"
 
 
@@ -125,8 +126,10 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"ck_tile.{0,200}[Ff]mha", "composable kernel", "fused attention"),
     FamilyRule(r"multihead_?attention_backward", "composable kernel", "fused attention backward"),
     FamilyRule(r"gemm_softmax_gemm", "composable kernel", "fused attention"),
-    FamilyRule(r"triton_tem_fused.*flex_attention_backward", "inductor flex attention", "fused attention backward"),
-    FamilyRule(r"triton_tem_fused.*flex_attention", "inductor flex attention", "fused attention"),
+    FamilyRule(r"triton_tem_fused.*flex_attention_backward", FLEX, "fused attention backward"),
+    FamilyRule(r"triton_tem_fused.*flex_attention", FLEX, "fused attention"),
+    FamilyRule(r"triton_(poi|red|per)_fused\w*flex_attention_backward", FLEX, "fused attention backward", MEMORY,
+               "a helper of the fused backward that only reads, sums and writes"),
     FamilyRule(r"paged_attention\w*reduce|merge_attn_states|^reduce_segments", "serving attention", "fused attention",
                MEMORY, _COMBINES),
     FamilyRule(r"MergeStates?Kernel", "FlashInfer", "fused attention", MEMORY, _COMBINES),

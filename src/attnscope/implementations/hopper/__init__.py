@@ -279,7 +279,7 @@ class PreparedHopper:
             found.append(inputs.lengths)
         found += self.bounds
         found += [option for option in (inputs.alibi_slopes, inputs.sinks) if option is not None]
-        return [option.data_ptr() for option in [*found, *self.order]]  # type: ignore[union-attr]
+        return [option.data_ptr() for option in [*found, *self.order]]
 
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pointers: list[int]

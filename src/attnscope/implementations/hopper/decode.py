@@ -143,7 +143,7 @@ def choose(workload: Workload, device: Device, tiles: tuple[Tile, ...]) -> tuple
         if splits == 1 or (rows <= tile.rows and splits * tile.keys < keys + tile.keys)
     ]
     multiprocessors = device.multiprocessors or 132
-    return min(options, key=lambda option: round(predicted_us(workload, *option, multiprocessors), 2))
+    return min(options, key=lambda option: round(predicted_us(workload, option[0], option[1], multiprocessors), 2))
 
 
 def load_kernels() -> Any:

@@ -79,7 +79,7 @@ def _tile_number(turn, order):
     """The number of this block's tile in its ``turn``: the schedule's, else every so many-th."""
     blocks = gl.num_programs(0)
     place = gl.program_id(0)
-    if order is not None:
+    if order is not None:  # noqa: SIM108  the compiler drops a branch, not an operand
         number = gl.load(order + (turn + 1) * blocks + place)
     else:
         number = turn * blocks + place

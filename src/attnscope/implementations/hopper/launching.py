@@ -121,7 +121,7 @@ class Launcher:
         return arguments
 
     def launch(self, blocks: int, stream: int, arguments: Arguments, rows: int = 1, layers: int = 1) -> None:
-        """Queue the kernel on a grid of ``blocks`` x ``rows`` x ``layers``. Raises PrepareFailed where the driver refuses it."""
+        """Queue the kernel on a grid of ``blocks`` x ``rows`` x ``layers``. Raises PrepareFailed where refused."""
         one = self.one
         status = self.start(
             self.function, blocks, rows, layers, self.threads, one, one, self.shared_bytes,

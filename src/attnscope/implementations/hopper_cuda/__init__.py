@@ -1,9 +1,9 @@
 """Stage 2: our own attention forward for Hopper in CUDA C++, with the copy engine and warpgroup products.
 
-Reads Inputs, writes Output. Must not import another implementation or a later stage; imports torch only inside functions.
-The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, which block
-computes what in ``scheduling.py``, what the driver is asked for in
-``launching.py``; docs/concepts/hopper_cuda.md tells why it is built this way.
+Reads Inputs, writes Output. Must not import another implementation or a later stage; imports torch only inside
+functions. The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, which block
+computes what in ``scheduling.py``, what the driver is asked for in ``launching.py``; docs/concepts/hopper_cuda.md
+tells why it is built this way.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class HopperCuda(SheetImplementation):
 
 
 class PreparedHopperCuda:
-    """One kernel, straight from and to the caller's layout. Calls share nothing that they change but a cache of launches."""
+    """One kernel, straight from and to the caller's layout. Calls share a cache of launches and nothing else that they
+    change."""
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
         self.workload, self.configuration, self.index = workload, configuration, device.index
@@ -141,9 +142,10 @@ class PreparedHopperCuda:
         )
         run = self.launches.get(key)
         if run is None:
-            given, readable = (q, k, v), tuple(launching.copyable(t) for t in (q, k, v))
-            if any(a is not b for a, b in zip(given, readable, strict=True)):
-                return self.launch(*readable, out, lse)
+            own_q, own_k, own_v = (launching.copyable(t) for t in (q, k, v))
+            if own_q is not q or own_k is not k or own_v is not v:
+                self.launch(own_q, own_k, own_v, out, lse)
+                return
             if len(self.launches) >= KEPT_LAUNCHES:
                 self.launches = {}
             run = self.launches[key] = self.pack(q, k, v, out, lse)

@@ -2,8 +2,8 @@
 
 Reads a Workload and a Configuration, writes plain lists. Imports neither torch nor another implementation.
 
-A causal row's keys grow with its position, so tiles that are dealt in turn leave some blocks with more to do than others.
-The table gives each tile, the longest of a section of heads first, to the block that has the least so far.
+A causal row's keys grow with its position, so tiles that are dealt in turn leave some blocks with more to do than
+others. The table gives each tile, the longest of a section of heads first, to the block that has the least so far.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def key_tiles(workload: Workload, configuration: Configuration) -> list[int]:
 
 
 def balanced_order(lengths: list[int], heads: int, section: int, blocks: int) -> list[int]:
-    """The table: rows of ``blocks`` entries, each head * len(lengths) + row tile, or END; the last row is END throughout.
+    """The table: rows of ``blocks`` entries, each head * len(lengths) + row tile, or END; the last row is END.
 
     ``lengths``: tiles of keys of each tile of rows, alike in all heads. A block's column is what it does, from above.
     No block gets more than the least loaded one by more than a single tile.
