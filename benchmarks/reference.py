@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnscope import cli, implementation, pacing, records, why_record
+from attnscope import cli, fault_probes, faults, implementation, pacing, records, why_record
 from attnscope.device import Device, Environment
 from attnscope.explaining.rules import RULES
 from attnscope.implementation import FEATURE_SENTENCES, FEATURES, Implementation, Sheet
@@ -234,6 +234,29 @@ def why_page() -> Iterator[str]:
         yield table(("field", "type", "default"), [field_row(field) for field in dataclasses.fields(record)])
 
 
+def known_faults_page() -> Iterator[str]:
+    """Every fault that is tried, and what was seen of it where."""
+    yield "# Known faults\n\n<!-- written by benchmarks/reference.py from what attnscope faults --write wrote -->"
+    yield (
+        "What `attnscope faults --write` saw of publicly reported faults, by machine and versions. `absent`: the "
+        "report's recipe ran there and was right. What could not be tried on a machine has no row."
+    )
+    seen = faults.read_known_faults()
+    for fault in fault_probes.FAULTS:
+        yield f"## {fault.id}: {fault.range}"
+        yield f"Goes wrong: {fault.wrong}. Reported: {', '.join(f'<{url}>' for url in fault.source.split())}"
+        rows = [
+            (r.implementation, r.outcome, ", ".join((r.device, f"torch {r.torch}", *cudnn_of(r))), r.detail)
+            for r in seen
+            if r.id == fault.id
+        ]
+        yield table(("implementation", "outcome", "where", "what was seen"), rows) if rows else "Not tried yet."
+
+
+def cudnn_of(record: faults.FaultRecord) -> tuple[str, ...]:
+    return () if record.cudnn is None else (f"cuDNN {record.cudnn}",)
+
+
 def rule_table(book: Rulebook) -> str:
     """One line a rule."""
     rows = []
@@ -254,6 +277,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "report.md": report_page,
     "records.md": records_page,
     "why.md": why_page,
+    "known_faults.md": known_faults_page,
 }
 
 

@@ -314,3 +314,14 @@ def test_a_report_that_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "report.html").write_text("mine")
     with pytest.raises(UsageError, match=r"already holds report\.html"):
         prepare_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("held", "forward"), [({"forward": 7, "backward": 9}, 7), (5, 5), ({"backward": 9}, None), ("much", None)]
+)
+def test_a_workspace_is_what_the_prepared_one_says(held, forward):
+    class Prepared:
+        workspace_bytes = held
+
+    assert jobs.workspace_bytes(Prepared(), "forward") == forward
+    assert jobs.workspace_bytes(object(), "forward") is None

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnscope import faults as faults_module
+from attnscope import faults_cli
 from attnscope.device import Device, Environment, read_environment
 from attnscope.errors import RecordError
-from attnscope.fault_probes import FAULTS, Fault, Seen, find_fault
+from attnscope.fault_probes import FAULTS, find_fault
 from attnscope.faults import (
     KNOWN_FAULTS,
     FaultRecord,
     known_faults_for,
-    main_faults,
     read_known_faults,
     run_probes,
     write_known_faults,
@@ -25,6 +24,8 @@ from attnscope.faults import (
 from attnscope.implementation import Sheet, SheetImplementation, find, names
 from attnscope.implementations.naive import Naive
 from attnscope.inputs import make_inputs
+from attnscope.probing import Fault, Seen
+from attnscope.worker import InProcess, RemoteError, WorkerFailed
 from attnscope.workload import Workload
 from strategies import workloads
 
@@ -60,12 +61,15 @@ def test_ranges_decide_on_any_workload(w):
         ("W3", "H2,L2,S5,D16,causal", "H2,L5,D16,causal"),
         ("W4", "H1,L704,D64,bf16,mask=bool", "H1,L768,D64,bf16,mask=bool"),
         ("W6", "H1,L8,D64,fp16,bias=fp32", "H1,L8,D64,fp16,bias=fp16"),
+        ("W7", "H1,L73728,D64,bf16,mask=bool", "H1,L65535,D64,bf16,mask=bool"),
         ("W8", "B70000,H1,L8,D64", "B65535,H1,L8,D64"),
         ("W14", "H1,D64,packed=3/0/4", "H1,D64,packed=3/4"),
         ("W23", "H1,L8,D64,mask=bool,causal", "H1,L8,D64,mask=bool"),
         ("W27", "H1,L8,D36", "H1,L8,D40"),
         ("W28", "H8/2,L8,D64", "H8,L8,D64"),
         ("W30", "H1,L8,D64,bias=bf16", "H1,L8,D64"),
+        ("S1", "H8/2,L8,D64,fp32", "H8/2,L8,D64,bf16"),
+        ("A2", "H1,L8,D64,dropout=0.1", "H1,L8,D64"),
         ("A1", "H1,L8,D64,causal,scale=-1", "H1,L8,D64,causal,scale=1"),
     ],
 )
@@ -216,6 +220,41 @@ def test_run_probes_makes_a_record_of_each_pair(cpu):
     assert {(r.device, r.torch, r.cudnn) for r in records} == {("cpu", read_environment().packages["torch"], None)}
 
 
+class Failing:
+    """A worker whose every call ends in one way."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def call(self, *args, **options):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (WorkerFailed("its process was killed by SIGSEGV\nlog"), Seen("observed", "its process was killed by SIGSEGV")),
+        (WorkerFailed("took longer than its limit of 90 s and was stopped"),
+         Seen("skipped", "took longer than its limit of 90 s and was stopped")),
+        (RemoteError("OutOfMemoryError", "full", ""), Seen("skipped", "could not be tried: OutOfMemoryError: full")),
+    ],
+)  # fmt: skip
+def test_a_probe_that_ends_its_process_costs_its_own_row(cpu, error, seen):
+    records = run_probes(cpu, ["naive"], [find_fault("W1")], seen_by=faults_cli.in_a_child(Failing(error)))
+    assert [(r.outcome, r.detail) for r in records] == [(seen.outcome, seen.detail)]
+
+
+def test_a_child_sees_what_this_process_sees(cpu):
+    tried = faults_cli.in_a_child(InProcess())
+    assert tried(find_fault("W1"), "naive", cpu) == outcome("W1", "naive", cpu)
+
+
+def test_what_was_written_must_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnscope.faults._spelled", lambda record: "")
+    with pytest.raises(RecordError, match="does not read back"):
+        write_known_faults([RECORD], tmp_path / "known_faults.toml")
+
+
 text = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), max_size=30)
 
 
@@ -287,14 +326,13 @@ def test_known_faults_are_those_of_device_versions_and_range():
 
 def test_the_command_prints_what_it_saw_and_writes_only_when_asked(tmp_path, monkeypatch):
     path = tmp_path / "known_faults.toml"
-    monkeypatch.setattr(
-        faults_module, "run_probes", lambda device: [RECORD, replace(RECORD, id="W4", outcome="skipped")]
-    )
-    monkeypatch.setattr(faults_module, "KNOWN_FAULTS", path)
+    found = [RECORD, replace(RECORD, id="W4", outcome="skipped")]
+    monkeypatch.setattr(faults_cli, "run_probes", lambda device, *, seen_by: found)
+    monkeypatch.setattr(faults_cli, "KNOWN_FAULTS", path)
     monkeypatch.setattr(write_known_faults, "__defaults__", (path,))
-    printed = main_faults("cpu", False)
+    printed = faults_cli.faults_table("cpu", False)
     assert "observed (1)" in printed and "W1   naive" in printed and "skipped (1)" in printed and not path.exists()
-    assert "1 entries" in main_faults("cpu", True)
+    assert "1 entries" in faults_cli.faults_table("cpu", True)
     assert read_known_faults(path) == [RECORD]
 
 

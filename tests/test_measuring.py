@@ -340,7 +340,7 @@ def test_progress_names_a_rival_before_its_call_runs():
 
 def test_a_measurement_holds_the_callers_figures_and_the_limits_arithmetic():
     timer = FakeTimer()
-    contestant = Contestant("a", timer.call("a", 0.1), first_call_ms=7.0, prepare_s=0.5)
+    contestant = Contestant("a", timer.call("a", 0.1), first_call_ms=7.0, prepare_s=0.5, workspace_bytes=3 * 2**20)
     measured, _ = measure([contestant], timer=timer)
     found = measured["a"]
     limit_ms, term = limit_of(BLOG, "forward", LIMITS, BLOG.visible_pairs())
@@ -349,6 +349,7 @@ def test_a_measurement_holds_the_callers_figures_and_the_limits_arithmetic():
     assert found.tflop_per_s == pytest.approx(BLOG.flops("forward") / found.time_ms_median / 1e9)
     assert found.gb_per_s == pytest.approx(BLOG.min_bytes("forward") / found.time_ms_median / 1e6)
     assert (found.first_call_ms, found.prepare_s, found.peak_memory_mib) == (7.0, 0.5, 12.5)
+    assert found.workspace_mib == 3.0
     assert found.wall_us_median == pytest.approx(2.0)
 
 

@@ -85,12 +85,22 @@ def compare(
     wide: Wide = False,
     sustained: Sustained = None,
     time_limit: TimeLimit = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Begin no workload that may not end within so many seconds.")
+    ] = None,
+    after: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUN.jsonl", help="An earlier run like this, whose finished workloads are left out."),
+    ] = None,
 ) -> None:
     """Check, measure, profile and explain every implementation on workloads; write a report."""
+    from attnscope.records import read_runs
+
     stages = ("measure",) if no_profile else ("measure", "profile")
     plan = _plan(
         workloads, implementations, mode, device, stages, _default_out(out),
-        quick=quick, seed=seed, sustained_s=sustained, time_limit_s=time_limit,
+        quick=quick, seed=seed, sustained_s=sustained, time_limit_s=time_limit, budget_s=budget,
+        after=tuple(run for path in after or () for run in read_runs(path)),
     )  # fmt: skip
     _run(plan, json=json, wide=wide)
 
@@ -225,9 +235,9 @@ def faults(
     write: Annotated[bool, typer.Option("--write", help="Put what was observed into known_faults.toml.")] = False,
 ) -> None:
     """Try publicly reported faults on this machine's implementations and say which are there."""
-    from attnscope.faults import main_faults
+    from attnscope.faults_cli import faults_table
 
-    typer.echo(main_faults(device, write))
+    typer.echo(faults_table(device, write))
 
 
 @records_app.command("add")
@@ -307,7 +317,7 @@ def _default_out(out: Path | None) -> Path:
 
 
 def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
-    from attnscope.comparing import execute
+    from attnscope.comparing import execute, left_over
     from attnscope.records import write_run
 
     with progress() as watcher:
@@ -317,6 +327,10 @@ def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
         write_run(run, plan.out / "run.jsonl")
         typer.echo(f"run: {plan.out / 'run.jsonl'}", err=True)
         _write_page([run], plan.out / "report.html", must=False)
+    if (plan.budget_s or plan.after) and plan.out is not None:
+        left = left_over(plan, run)
+        again = f"; the same with --after {plan.out / 'run.jsonl'} and another --out goes on"
+        typer.echo(f"left to do: {len(left)} workloads{again if left else ''}", err=True)
     if run.interrupted:
         typer.echo("interrupted: what was finished is above", err=True)
         raise typer.Exit(130)

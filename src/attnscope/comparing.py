@@ -21,6 +21,7 @@ from attnscope import implementation as registry
 from attnscope.device import Device, Environment
 from attnscope.errors import AttnscopeError, DeviceError, UsageError
 from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict, write_run
+from attnscope.resuming import Budget, refuse_unlike, remaining
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
 from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed, printable
 from attnscope.workload import DIRECTIONS, Workload
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from attnscope.jobs import Ask, Checked
 
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": DIRECTIONS}
-SETTINGS = ("sustained_s", "time_limit_s", "wait", "warmup", "active", "compile")
+SETTINGS = ("sustained_s", "time_limit_s", "budget_s", "after", "wait", "warmup", "active", "compile")
 TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
 
 
@@ -53,6 +54,8 @@ class Plan:
     compile: bool = False
     sustained_s: float | None = None
     time_limit_s: float | None = None
+    budget_s: float | None = None
+    after: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ def compare(
         seed: of the inputs.
         out: a folder for run.jsonl, report.html and traces; nothing is written without one.
         settings: ``sustained_s`` (seconds of each sustained block), ``time_limit_s`` (for one implementation to prepare
-            and check), ``wait``, ``warmup``, ``active`` (profiled steps), ``compile`` (profile torch.compile of it).
+            and check), ``budget_s`` (begin no workload that may not end within so many seconds), ``after`` (earlier
+            runs, whose finished workloads are left out), ``wait``, ``warmup``, ``active`` (profiled steps), ``compile``
+            (profile torch.compile of it).
 
     Raises:
         UsageError: an argument is not what it must be.
@@ -170,7 +175,7 @@ def _validate_settings(settings: dict[str, Any]) -> None:
     """Numbers in their ranges. Raises UsageError."""
     ranges = {
         "seed": (0, 2**63 - 1), "wait": (0, 1000), "warmup": (0, 1000), "active": (1, 1000),
-        "sustained_s": (0.0, 3600.0), "time_limit_s": (0.001, 1e6),
+        "sustained_s": (0.0, 3600.0), "time_limit_s": (0.001, 1e6), "budget_s": (0.001, 1e6),
     }  # fmt: skip
     for name, (least, most) in ranges.items():
         value = settings.get(name)
@@ -207,6 +212,16 @@ def execute(plan: Plan, watcher: Watcher | None = None) -> Run:
     return _Sweep(plan, watcher or (lambda step: None)).run()
 
 
+def asked_workloads(plan: Plan, kind: str) -> tuple[Workload, ...]:
+    """The plan's workloads, or the default suite of that kind of device."""
+    return plan.workloads or tuple(find_workloads(list(CPU_DEFAULT if kind == "cpu" else GPU_DEFAULT)))
+
+
+def left_over(plan: Plan, run: Run) -> tuple[Workload, ...]:
+    """What of the plan neither earlier runs nor this one finished."""
+    return remaining(asked_workloads(plan, run.device.kind), plan.implementations, (*plan.after, run))
+
+
 class _Sweep:
     """One run in progress: two workers (one checks, one measures and profiles) and the rows so far."""
 
@@ -231,12 +246,16 @@ class _Sweep:
         try:
             device, environment = self._start()
             self.limit_s = self.plan.time_limit_s or TIME_LIMIT_S[device.kind]
-            workloads = self.plan.workloads or tuple(
-                find_workloads(list(CPU_DEFAULT if device.kind == "cpu" else GPU_DEFAULT))
-            )
+            asked = asked_workloads(self.plan, device.kind)
+            workloads = remaining(asked, self.references, self.plan.after)
             run = self._empty_run(device, environment, workloads)
+            refuse_unlike(self.plan.after, run)
+            budget = Budget(self.plan.budget_s)
             self.total = len(workloads) * len(self.references) * (1 + len(self.plan.stages)) + 1
-            for workload in workloads:
+            for number, workload in enumerate(workloads):
+                if not budget.allows_another():
+                    run = replace(run, workloads=run.workloads[:number])
+                    break
                 try:
                     rows += self._run_workload(workload, device)
                 except AttnscopeError as error:

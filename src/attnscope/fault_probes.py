@@ -7,150 +7,14 @@ a check does; what a report says about other software is not repeated here, only
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from attnscope.budgets import expect
-from attnscope.device import Device
-from attnscope.errors import AttnscopeError
-from attnscope.implementation import Implementation, safe_reasons
-from attnscope.inputs import Inputs, Tensor, make_inputs
-from attnscope.judging import judge
+from attnscope import card_probes
+from attnscope.inputs import Inputs
+from attnscope.probing import Case, Fault, equal_runs, judged
 from attnscope.workload import Workload
 
-OUTCOMES = ("observed", "absent", "skipped")
-EQUAL_RUNS = 30
 FUSED = ("sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "sdpa_auto")
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a probe saw: ``outcome`` is observed, absent or skipped, ``detail`` one line that says of what."""
-
-    outcome: str
-    detail: str
-
-
-Probe = Callable[[Implementation, Device], Seen]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One reported fault: where it was reported, for which workloads, what goes wrong, and how to try it.
-
-    ``range`` says in words what ``applies`` decides. ``implementations`` are those that could have it (None: all);
-    ``devices`` are the kinds of device.
-    """
-
-    id: str
-    source: str
-    range: str
-    wrong: str
-    applies: Callable[[Workload], bool]
-    probe: Probe
-    implementations: tuple[str, ...] | None = None
-    devices: tuple[str, ...] = ("cpu", "cuda")
-
-    def try_on(self, implementation: Implementation, device: Device) -> Seen:
-        """Run the recipe. Whatever torch raises in it is seen, not raised."""
-        if device.kind not in self.devices:
-            return Seen("skipped", f"its recipe needs {' or '.join(self.devices)}, this is {device.kind}")
-        return self.probe(implementation, device)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One workload of a recipe; ``change`` turns its inputs into the report's."""
-
-    workload: str
-    change: Callable[[Inputs], None] | None = None
-    kind: str = "plain"
-
-
-def judged(*cases: Case, despite_reasons: bool = False) -> Probe:
-    """A probe that runs each case, forward and backward, and looks for the first tensor that is wrong.
-
-    Args:
-        cases: the recipe's workloads.
-        despite_reasons: on a CPU, also run what the implementation declares unsupported because of this very fault, so
-            that the reason can go when the fault has gone. On a GPU a reason is always heeded.
-    """
-
-    def probe(implementation: Implementation, device: Device) -> Seen:
-        reasons, ran = [], 0
-        for case in cases:
-            workload = _in_a_dtype_it_takes(implementation, Workload.parse(case.workload), device)
-            blocked = safe_reasons(implementation, workload, device, "forward")
-            ignorable = despite_reasons and device.kind == "cpu" and not _never_runs(implementation, workload, device)
-            if blocked and not ignorable:
-                reasons += blocked
-                continue
-            inputs = make_inputs(workload, device, kind=case.kind)
-            if case.change is not None:
-                case.change(inputs)
-            backward = not safe_reasons(implementation, workload, device, "backward") or (
-                despite_reasons and device.kind == "cpu" and "backward" in implementation.sheet.directions
-            )
-            if wrong := _first_wrong(implementation, inputs, device, backward=backward):
-                return Seen("observed", f"{workload}: {wrong}")
-            ran += 1
-        if not ran:
-            return Seen("skipped", "; ".join(dict.fromkeys(reasons)))
-        return Seen("absent", f"{ran} of {len(cases)} recipes ran and were right")
-
-    return probe
-
-
-def _in_a_dtype_it_takes(implementation: Implementation, workload: Workload, device: Device) -> Workload:
-    """``workload``, in bf16 where that is what its implementation takes."""
-    half = workload.replace(dtype="bf16") if workload.dtype == "fp32" else workload
-    refused = [bool(safe_reasons(implementation, w, device, "forward")) for w in (workload, half)]
-    return half if refused == [True, False] else workload
-
-
-def _never_runs(implementation: Implementation, workload: Workload, device: Device) -> bool:
-    """Whether the sheet itself rules the workload out, whatever the fault."""
-    return bool(implementation.sheet.reasons(workload, device, "forward"))
-
-
-def _first_wrong(implementation: Implementation, inputs: Inputs, device: Device, *, backward: bool) -> str | None:
-    """The first sentence of a judge who does not like what came back; None where all is right."""
-    compute = implementation.sheet.compute_precision(inputs.workload.dtype)
-    expected = expect(inputs, compute if compute in ("fp32", "tf32", "fp64") else "fp32", backward=backward)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of each kernel that it does not take
-            tensors = _run(implementation, inputs, device, backward=backward)
-    except (RuntimeError, ValueError, AttnscopeError) as error:
-        return f"raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return next((check.message for check in judge(tensors, expected, inputs.kind) if not check.passed), None)
-
-
-def _run(implementation: Implementation, inputs: Inputs, device: Device, *, backward: bool) -> dict[str, Tensor]:
-    prepared = implementation.prepare(inputs.workload, device)
-    output = prepared.forward(inputs, save=backward)
-    tensors = {"out": output.out} | ({"lse": output.lse} if output.lse is not None else {})
-    return tensors | (prepared.backward(inputs, output.saved).tensors() if backward else {})
-
-
-def _equal_runs(implementation: Implementation, device: Device) -> Seen:
-    """Thirty equal backwards, bitwise."""
-    import torch
-
-    workload = Workload.parse("B2,H4,L256,D64,bf16,causal" if device.kind == "cuda" else "B1,H2,L128,D32,fp32,causal")
-    if reasons := safe_reasons(implementation, workload, device, "backward"):
-        return Seen("skipped", "; ".join(reasons))
-    inputs = make_inputs(workload, device)
-    prepared = implementation.prepare(workload, device)
-    saved = prepared.forward(inputs, save=True).saved
-    first: dict[str, Tensor] = {}
-    for run in range(EQUAL_RUNS):
-        tensors = prepared.backward(inputs, saved).tensors()
-        first = first or {name: tensor.clone() for name, tensor in tensors.items()}
-        if differs := [name for name, tensor in tensors.items() if not torch.equal(tensor, first[name])]:
-            return Seen("observed", f"{workload}: {' and '.join(differs)} of run {run + 1} differ from the first's")
-    return Seen("absent", f"{workload}: {EQUAL_RUNS} equal runs gave equal bits")
 
 
 # --- what the reports do to inputs ------------------------------------------------------------------------------------
@@ -240,12 +104,22 @@ FAULTS: tuple[Fault, ...] = (
         devices=("cuda",),
     ),
     Fault(
+        id="W7",
+        source=_pytorch(162588, 187227),
+        range="an explicit mask with L * S of 2**32 or more",
+        wrong="rows from 2**32 // S on are wrong: their place in the mask is a 32-bit product",
+        applies=lambda w: _has_mask_tensor(w) and w.L * w.S >= 2**32,
+        probe=card_probes.wide_mask,
+        implementations=("sdpa_efficient",),
+        devices=("cuda",),
+    ),
+    Fault(
         id="W8",
         source=_pytorch(142228, 146704),
         range="B or H above 65535",
         wrong="the launch fails, or part of the output is wrong",
         applies=lambda w: max(w.B, w.H) > 65535,
-        probe=judged(Case("B65536,H1,L8,D64,fp16"), Case("B1,H65536,L8,D64,fp16")),
+        probe=judged(Case("B65536,H1,L8,D64,fp16"), Case("B1,H65536,L8,D64,fp16"), despite_reasons="everywhere"),
         implementations=FUSED,
         devices=("cuda",),
     ),
@@ -280,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
         range="any backward",
         wrong="gradients of equal calls differ in their last bits: not deterministic, which is not wrong",
         applies=lambda w: True,
-        probe=_equal_runs,
+        probe=equal_runs,
     ),
     Fault(
         id="W23",
@@ -325,6 +199,46 @@ FAULTS: tuple[Fault, ...] = (
         wrong="the bias gets no gradient",
         applies=lambda w: w.bias is not None,
         probe=judged(Case("B1,H2,L33,D16,fp32,bias=fp32:1xHxLxS"), despite_reasons=True),
+    ),
+    Fault(
+        id="S1",
+        source=f"{_pytorch(154363)} https://github.com/pytorch/pytorch/pull/181528",
+        range="grouped-query heads through enable_gqa with fp32, or with D above 256",
+        wrong="PyTorch takes math and says nothing: slow, not wrong",
+        applies=lambda w: w.group > 1 and (w.dtype == "fp32" or w.D > 256),
+        probe=card_probes.grouped_heads_take_math,
+        implementations=("sdpa_auto",),
+        devices=("cuda",),
+    ),
+    Fault(
+        id="S3",
+        source="https://github.com/modelscope/FunASR/issues/3704 https://github.com/pytorch/torchtune/issues/1652",
+        range="each shape that was not run before",
+        wrong="a plan is built for it: the first call is slow, not wrong",
+        applies=lambda w: True,
+        probe=card_probes.plans_by_shape,
+        implementations=("sdpa_cudnn", "cudnn_graph"),
+        devices=("cuda",),
+    ),
+    Fault(
+        id="S4",
+        source=f"{_pytorch(142132)} https://github.com/huggingface/transformers/pull/48163",
+        range="any call that pins no implementation",
+        wrong="the default follows the cuDNN that is loaded, which need not be the one that torch was installed with",
+        applies=lambda w: True,
+        probe=card_probes.default_and_its_cudnn,
+        implementations=("sdpa_auto",),
+        devices=("cuda",),
+    ),
+    Fault(
+        id="A2",
+        source="https://docs.nvidia.com/cudnn/operations/Attention.md",
+        range="dropout that the implementation draws itself",
+        wrong="what one call drops is not independent: means over it spread further, around the right rate",
+        applies=lambda w: w.dropout > 0,
+        probe=card_probes.related_masks,
+        implementations=("cudnn_graph", *FUSED, "sdpa_math"),
+        devices=("cuda",),
     ),
     Fault(
         id="A1",

@@ -10,22 +10,23 @@ import contextlib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from attnscope.device import Device, Environment, find_device, read_environment
+from attnscope.device import Device, Environment, read_environment
 from attnscope.errors import RecordError
-from attnscope.fault_probes import FAULTS, OUTCOMES, Fault, find_fault
+from attnscope.fault_probes import FAULTS, find_fault
 from attnscope.implementation import find, names
+from attnscope.probing import OUTCOMES, Fault, Seen
 from attnscope.workload import Workload
 
 SCHEMA_VERSION = 1
 KNOWN_FAULTS = Path(__file__).with_name("known_faults.toml")
 HEADER = "# Faults that probes looked for, and whether they were there. `attnscope faults --write` writes this file.\n"
 # Compiling takes longer than all other probes together: what is compiled is probed for one fault only.
-SLOW = {"naive_compiled": ("W1",), "flex": ("W1",)}
+SLOW = {"naive_compiled": ("W1",), "flex": ("W1",), "triton_fused": ("W1", "W22"), "flash_attn_4": ("W22",)}
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,15 @@ class FaultRecord:
 
 
 def run_probes(
-    device: Device, implementations: Sequence[str] | None = None, faults: Sequence[Fault] = FAULTS
+    device: Device,
+    implementations: Sequence[str] | None = None,
+    faults: Sequence[Fault] = FAULTS,
+    *,
+    seen_by: Callable[[Fault, str, Device], Seen] = lambda fault, name, device: fault.try_on(find(name), device),
 ) -> list[FaultRecord]:
-    """Try every fault on every implementation (default: the registry) on ``device``, in this process.
+    """Try every fault on every implementation (default: the registry) on ``device``.
+
+    ``seen_by`` tries one of them; by default in this process.
 
     Raises:
         UnknownImplementation: a name is not registered.
@@ -74,7 +81,7 @@ def run_probes(
                 continue
             if implementations is None and fault.id not in SLOW.get(name, (fault.id,)):
                 continue
-            seen = fault.try_on(find(name), device)
+            seen = seen_by(fault, name, device)
             found.append(
                 FaultRecord(
                     fault.id,
@@ -152,21 +159,8 @@ def write_known_faults(records: Iterable[FaultRecord], path: Path = KNOWN_FAULTS
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-def main_faults(device: str | None, write: bool) -> str:
-    """Probe ``device`` (``cpu``, ``cuda``; None: the GPU if there is one), with ``write`` keep the result; a table."""
-    found = run_probes(find_device(device))
-    lines = [f"Public faults on {found[0].device}, torch {found[0].torch}:"] if found else []
-    for outcome in OUTCOMES:
-        rows = [record for record in found if record.outcome == outcome]
-        lines += [f"\n{outcome} ({len(rows)})", *(f"  {r.id:4} {r.implementation:15} {r.detail}" for r in rows)]
-    if write:
-        write_known_faults(found)
-        lines.append(
-            f"\nwritten: {KNOWN_FAULTS.name}, {sum(r.outcome != 'skipped' for r in found)} entries of this device"
-        )
-    return "\n".join(lines)
+    if read_known_faults(path) != rows:
+        raise RecordError(f"{path} does not read back as it was written\nhint: report this as a fault of attnscope")
 
 
 def _versions(device: Device, environment: Environment) -> tuple[str, str, str | None]:

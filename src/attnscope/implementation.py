@@ -210,7 +210,11 @@ class Gradients:
 
 
 class Prepared(Protocol):
-    """An implementation made ready for one workload on one device: exactly what is timed."""
+    """An implementation made ready for one workload on one device: exactly what is timed.
+
+    One that holds scratch memory between calls may say how much in ``workspace_bytes``: a number, or one by direction.
+    It goes on record.
+    """
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
         """Compute attention; with ``save``, also keep what ``backward`` needs in ``Output.saved``."""

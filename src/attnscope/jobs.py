@@ -11,7 +11,7 @@ import gc
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -325,7 +325,15 @@ def _contestant(
         compute=implementation.sheet.compute_precision(ask.workload.dtype),
         prepare_s=prepare_s,
         first_call_ms=first_call_ms,
+        workspace_bytes=workspace_bytes(prepared, direction),
     )
+
+
+def workspace_bytes(prepared: Prepared, direction: str) -> int | None:
+    """What it holds for ``direction`` as its optional ``workspace_bytes`` says: a number, or a mapping by direction."""
+    held = getattr(prepared, "workspace_bytes", None)
+    found = held.get(direction) if isinstance(held, Mapping) else held
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def _rotation(ask: Ask, inputs: Inputs) -> list[Inputs]:

@@ -26,7 +26,7 @@ from attnscope.pacing import MeasureOptions, Plan, estimated_seconds, mirrored_b
 from attnscope.power import Conditions, Sampler, nvml_reader
 from attnscope.records import Limits, Measurement, Verdict
 from attnscope.timers import Call, CaptureFailed, Replay, Timer, cache_bytes, make_timer
-from attnscope.units import DTYPE_BYTES, median, quantile
+from attnscope.units import DTYPE_BYTES, MIB, median, quantile
 from attnscope.verdicts import noise_fraction, verdicts_of
 from attnscope.workload import Workload
 
@@ -58,6 +58,7 @@ class Contestant:
     ``rotating_calls`` are the same call over :func:`rotation_count` sets of inputs, or what makes them; for a backward
     through autograd it must be a function, since the forward has to run on the stream that is captured. Without it
     graph replays are warm. ``capturable`` False leaves graphs out. ``compute`` is the sheet's compute precision.
+    ``workspace_bytes`` is scratch memory that it holds for this direction, where it says so.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Contestant:
     compute: str | None = None
     first_call_ms: float | None = None
     prepare_s: float | None = None
+    workspace_bytes: int | None = None
 
 
 @dataclass
@@ -355,6 +357,7 @@ def _measurement(
         first_call_ms=contestant.first_call_ms,
         prepare_s=contestant.prepare_s,
         peak_memory_mib=rival.peak_memory_mib,
+        workspace_mib=None if contestant.workspace_bytes is None else contestant.workspace_bytes / MIB,
         tflop_per_s=flops / time_ms / 1e9 if flops else None,
         gb_per_s=None if fits_in_cache(workload, direction, limits) else workload.min_bytes(direction) / time_ms / 1e6,
         limit_ms=limit_ms,

@@ -83,8 +83,9 @@ class Measurement:
     wall time. ``sustained_ms_median`` is the mean call time of one-second blocks. ``limit_ms`` is the largest term of
     the limits measured in the same run, ``vs_limit`` = limit_ms / time_ms_median. ``noise_fraction`` is half the way
     from p20 to p80 over the median. ``first_call_ms`` is the first in the process that checks, where an implementation
-    before it may have started a library or built a plan that it shares. ``notes`` say what a reader of a number must
-    know, or why one is missing.
+    before it may have started a library or built a plan that it shares. ``workspace_mib`` is scratch memory that the
+    implementation holds from ``prepare`` on, beyond ``peak_memory_mib`` of a call; None where it names none. ``notes``
+    say what a reader of a number must know, or why one is missing.
     """
 
     direction: str
@@ -106,6 +107,7 @@ class Measurement:
     first_call_ms: float | None = None
     prepare_s: float | None = None
     peak_memory_mib: float | None = None
+    workspace_mib: float | None = None
     tflop_per_s: float | None = None
     gb_per_s: float | None = None
     limit_ms: float | None = None

@@ -152,7 +152,7 @@ def keep_mask(workload, gpu, settings):
 
 @pytest.mark.parametrize("probability", [0.125, 0.25, 0.5])
 def test_dropout_by_statistics_over_seeds(gpu, probability):
-    """Seeds are independent; within a call a key's mask is correlated, its rates spread about thrice as far."""
+    """Seeds are what is independent: the masks within a call are not, see fault A2 of ``attnscope faults``."""
     workload, seeds = Workload.parse("B2,H4,L128,S64,D64,bf16"), 48
     masks = [keep_mask(workload, gpu, Settings(dropout=probability, seed=seed)) for seed in range(seeds)]
     rates = torch.stack([mask.double().mean((0, 1, 2)) for mask in masks])  # of each key, by seed
@@ -332,3 +332,11 @@ def test_the_ladder_command_times_them_whole_and_in_parts(gpu):
     parts = {row.rung: list(row.parts) for row in run.rows}
     assert parts == {"v10": ["cuDNN"], "v11": ["round", "cuDNN", "widen"]}, [row.reasons for row in run.rows]
     assert all(row.passed and row.timing is not None for row in run.rows)
+
+
+def test_a_record_holds_the_workspace(gpu):
+    from attnscope import measure
+
+    run = measure("B1,H2,L256,D64,bf16", implementations="cudnn_graph", quick=True)
+    row = run.results[0]
+    assert row.backward.workspace_mib * MIB >= 4 * 2 * 256 * 64 > row.forward.workspace_mib * MIB - MIB

@@ -82,6 +82,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("host", "time the host needs to launch one call", _time("wall_us_median", 1e-3)),
     Column("graph", "one replay of a CUDA graph", _graph),
     Column("memory", "peak device memory of one call", _unit("peak_memory_mib", "MiB")),
+    Column("workspace", "scratch memory held from preparing on", _unit("workspace_mib", "MiB")),
     Column("first call", "the first call after preparing", _time("first_call_ms")),
     Column("prepare", "compiling, planning, tuning", _time("prepare_s", 1e3)),
     Column("SM clock", "median while measuring", _unit("sm_clock_mhz", "MHz", digits=4)),
