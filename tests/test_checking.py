@@ -318,6 +318,21 @@ def test_freed_blocks_that_an_allocation_gets():
     assert guards.free_block_sizes([small, segment, *elsewhere], device=0, stream=0) == [4 << 20, 2048]
 
 
+@pytest.mark.parametrize(
+    ("free", "sizes", "new"),
+    [
+        ([], [3, 5], [5, 3]),
+        ([8, 4], [3, 5], []),
+        ([8], [3, 5], [3]),
+        ([4], [3, 5], [5]),
+        ([4 << 20], [2048, 3 << 20], [2048]),  # small requests never come from large blocks
+        ([2048, 512], [2 << 20, 600, 100], [2 << 20]),
+    ],
+)
+def test_poison_asks_for_new_memory_only_where_none_is_free(free, sizes, new):
+    assert guards.not_served(free, sizes) == new
+
+
 def test_inputs_are_compared_bit_by_bit():
     pristine = make_inputs(Workload.parse("B1,H1,L8,D8,fp32,mask=bool,sinks"), CPU)
     inputs = pristine.clone()

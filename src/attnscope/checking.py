@@ -50,12 +50,16 @@ class ReferenceCache:
         self, inputs: Inputs, sample: Sample, compute: str, rounds: frozenset[str] = frozenset(), *, backward: bool
     ) -> Expectation:
         """What :func:`attnscope.budgets.expect` says of the sampled heads of ``inputs``."""
+        import torch
+
         key = (inputs.workload, inputs.seed, str(inputs.q.device), sample)
         if key != self._key:
             self._key, self._kept = key, {}
         has_backward, kept = self._kept.get((inputs.kind, compute, rounds), (False, None))
         if kept is None or (backward and not has_backward):
             kept = expect(select(inputs, sample), compute, rounds, backward=backward)
+            if inputs.q.device.type == "cuda":
+                torch.cuda.empty_cache()  # float64 scores take most of the memory, and poisoning it takes time
             for (kind, *_), (_, other) in self._kept.items():  # the truth is the same whatever is rounded
                 if kind == inputs.kind and other.truth.keys() == kept.truth.keys():
                     kept.truth = other.truth

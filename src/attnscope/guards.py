@@ -6,6 +6,7 @@ kernel, on inputs that are filled only after it. Must not import an implementati
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import dataclasses
 import random
@@ -61,7 +62,8 @@ def _poison_cached_blocks(inputs: Inputs) -> None:
     device = inputs.q.device
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
-        sizes = free_block_sizes(torch.cuda.memory_snapshot(), device.index, stream) + sizes
+        free = free_block_sizes(torch.cuda.memory_snapshot(), device.index, stream)
+        sizes = free + not_served(free, sizes)
     blocks = [torch.empty(size, dtype=torch.uint8, device=device).fill_(255) for size in sizes]
     del blocks
 
@@ -80,6 +82,21 @@ def free_block_sizes(snapshot: list[dict[str, Any]], device: int, stream: int) -
         sizes = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
         found += [size for size in sizes if (size <= SMALL_BLOCK) == small]
     return sorted(found, reverse=True)
+
+
+def not_served(free: list[int], sizes: list[int]) -> list[int]:
+    """Those of ``sizes`` that need a new block, where each takes the smallest free one that holds it.
+
+    What is free already must not be asked for again: each check would leave a larger pool behind, until none is left.
+    """
+    left, new = sorted(free), []
+    for size in sorted(sizes, reverse=True):
+        place = bisect.bisect_left(left, size)
+        if place < len(left) and (left[place] <= SMALL_BLOCK) == (size <= SMALL_BLOCK):
+            left.pop(place)
+        else:
+            new.append(size)
+    return new
 
 
 def count_poison(tensor: Tensor) -> int:

@@ -68,6 +68,18 @@ def test_fresh_memory_is_nan(gpu):
     assert all(tensor.isnan().all() for tensor in fresh)
 
 
+def test_poisoning_again_and_again_takes_no_more_memory(gpu):
+    inputs = make_inputs(Workload.parse(BLOG), gpu)
+
+    def reserved() -> int:
+        with guards.poisoned_memory(inputs):
+            torch.empty_like(inputs.q)
+        return torch.cuda.memory_reserved(gpu.index)
+
+    first = reserved()
+    assert [reserved() for _ in range(20)] == [first] * 20
+
+
 @pytest.mark.parametrize("row", [0, 63, -1])
 def test_an_unwritten_row_is_found_out(gpu, row):
     def hook(result, **_):
