@@ -34,8 +34,8 @@ class Configuration:
     rescaled only where a maximum rose by more than so many powers of two; 0 rescales always. ``persistent``: a block
     a multiprocessor walks over tiles; otherwise a block a tile. ``schedule``: in which order, where rows end at
     different keys: "arithmetic" deals tiles in turn, "table" gives each to the block that has the least to do.
-    ``query_slots``: 2 copies the next tile's queries while this one's are used. ``cluster``: so many neighbouring blocks
-    take neighbouring rows of a head and copy keys and values once, for all of them.
+    ``query_slots``: 2 copies the next tile's queries while this one's are used. ``cluster``: so many neighbouring
+    blocks take neighbouring rows of a head and copy keys and values once, for all of them.
     """
 
     groups: int
@@ -122,7 +122,7 @@ def has_upper_bound(workload: Workload) -> bool:
 
 
 def tuning_class(workload: Workload) -> str:
-    """The class of workloads that share a tuned configuration: width of the head, mask, dtype, length, few tiles or not."""
+    """The class of workloads that share a tuned configuration: width of the head, mask, dtype, length, few tiles."""
     width = next(limit for limit in (64, 128, 192, 256) if workload.D <= limit)
     mask = "window" if workload.window is not None else "causal" if workload.causal else "full"
     longest = max(workload.L, workload.S)
@@ -211,8 +211,8 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
 }  # fmt: skip
 
 
-# The same where tiles are few, by (largest head dim, whether rows end at different keys): one group a block leaves the tensor
-# cores of twice as many multiprocessors half as much to do.
+# The same where tiles are few, by (largest head dim, whether rows end at different keys): with one group a block, twice
+# as many multiprocessors have half as much to do.
 FEW: dict[tuple[int, bool], tuple[Configuration, ...]] = {
     (64, False): (Configuration(1, 128, 4), Configuration(1, 256, 3), Configuration(2, 128, 4)),
     (64, True): (Configuration(1, 128, 4), Configuration(1, 64, 4), Configuration(2, 128, 4)),
@@ -246,6 +246,6 @@ def usual(workload: Workload) -> Configuration:
 
 
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
-    """Configurations worth timing for this workload, the usual one first; each fits."""
+    """Configurations worth timing for this workload, the usual one first; each fits, and each block has rows."""
     del device
-    return [one for one in choices(workload) if one.fits(workload.D)]
+    return [one for one in choices(workload) if one.fits(workload.D) and (one.cluster == 1 or workload.L > one.rows)]
