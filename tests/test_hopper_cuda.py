@@ -194,13 +194,14 @@ def test_the_emulator_sees_what_the_kernel_may_lack(emulated, tmp_path, monkeypa
         ("(panel * rows + part) * ROW_BYTES", "panel * rows * ROW_BYTES"),
         ("arrive_expecting(full, rows * ROW_BYTES", "arrive_expecting(full, rows / Blocks * ROW_BYTES"),
         ("min(first + CLUSTER * QUERIES, shape.L)", "min(work.first + QUERIES, shape.L)"),
-        ("order[turn * clusters() + cluster()]", "order[turn * gridDim.x + blockIdx.x]"),
+        ("order[turn * clusters() + cluster()]", "order[turn * clusters() + blockIdx.x % clusters()]"),
     ],
 )
 def test_the_emulator_sees_what_a_cluster_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
     mutate(tmp_path, monkeypatch, stands, instead)
     with pytest.raises(AssertionError):
-        check(emulated, "B1,H2,L600,S333,D64,bf16,causal=bottom_right", PAIR, blocks=4)
+        for text in ("B1,H2,L600,S333,D64,bf16,causal=bottom_right", "B1,H1,L600,D64,bf16,causal,window=70"):
+            check(emulated, text, PAIR, blocks=4)
 
 
 def mutate(folder, monkeypatch, stands, instead) -> None:
