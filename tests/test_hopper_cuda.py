@@ -82,8 +82,8 @@ def test_the_kernel_is_right_on_the_emulator(emulated):
 
 def test_two_blocks_that_share_keys_are_right_on_the_emulator(emulated):
     for text in (
-        "B1,H2/1,L400,S210,D64,bf16,causal=bottom_right,layout=blhd",  # an odd number of tiles of rows; two turns
-        "B1,H3,L130,S66,D64,bf16,causal=bottom_right",  # the first rows see nothing
+        "B1,H2,L300,S210,D64,bf16,causal=bottom_right,layout=blhd",  # an odd number of tiles of rows; two turns
+        "B2,H4/2,L130,S66,D64,bf16,causal=bottom_right",  # two heads of a group; the first rows see nothing
     ):
         check(emulated, text, PAIR)
 
@@ -122,6 +122,9 @@ SHAPES = [
     ("B2,H2,L300,D64,fp16,window=70", dataclasses.replace(PAIR, keys=32, stages=3)),
     ("B1,H2,L600,D64,bf16,causal,window=70", dataclasses.replace(PAIR, keys=32, stages=3)),
     ("B1,H2,L550,D64,bf16,causal", Configuration(2, 64, 3, persistent=False, cluster=2)),
+    ("B2,H8/2,L300,D64,bf16,causal,window=70", PAIR),
+    ("B3,H4/2,L150,S210,D64,bf16", PAIR),
+    ("B1,H6/2,L300,D64,bf16,causal", PAIR),
 ]
 
 
@@ -193,7 +196,7 @@ def test_the_emulator_sees_what_the_kernel_may_lack(emulated, tmp_path, monkeypa
         ("row + part, head", "row, head"),
         ("(panel * rows + part) * ROW_BYTES", "panel * rows * ROW_BYTES"),
         ("arrive_expecting(full, rows * ROW_BYTES", "arrive_expecting(full, rows / Blocks * ROW_BYTES"),
-        ("min(first + CLUSTER * QUERIES, shape.L)", "min(work.first + QUERIES, shape.L)"),
+        ("min(first + CLUSTER_TILES * QUERIES, shape.L)", "min(work.first + QUERIES, shape.L)"),
         ("order[turn * clusters() + cluster()]", "order[turn * clusters() + blockIdx.x % clusters()]"),
     ],
 )
@@ -451,6 +454,18 @@ def test_a_table_is_made_where_it_can_help():
     assert not configuration.by_table(small, 132) and configuration.by_table(small, 131)
     assert not pairs.by_table(small, 132) and pairs.by_table(small, 131)
     assert configuration.clusters(small, 132) == 132 and pairs.clusters(small, 132) == 66 == pairs.clusters(small, 133)
+
+
+def test_a_cluster_takes_heads_of_a_group_or_rows_of_a_head():
+    pairs = Configuration(2, 128, 2, cluster=2)
+    grouped, plain, three = (Workload.parse(f"B2,H{heads},L300,D64,bf16,causal") for heads in ("8/2", "8", "6/2"))
+    assert pairs.cluster_heads(grouped) == 2 and pairs.tiles(grouped) == 2 * 4 * 3
+    assert scheduling.key_tiles(grouped, pairs) == [1, 2, 3]
+    assert pairs.cluster_heads(plain) == 1 == pairs.cluster_heads(three) and pairs.tiles(plain) == 2 * 8 * 2
+    assert scheduling.key_tiles(plain, pairs) == [2, 3]
+    decoding = Workload.parse("B16,H32/8,L1,S4096,D128,bf16")
+    assert any(one.cluster > 1 for one in configurations.candidates(decoding, HOPPER))
+    assert all(one.cluster == 1 for one in configurations.candidates(decoding.replace(H_kv=32), HOPPER))
 
 
 def test_few_tiles_are_small():

@@ -109,7 +109,7 @@ class PreparedHopperCuda:
         self.kernel = cuda.load_kernel(SOURCE, KERNEL, device, defines, specific=True)
         self.shared_bytes = configuration.shared_bytes(workload.D)
         self.kernel.allow_shared_bytes(self.shared_bytes, device.index)
-        self.section = scheduling.section_heads(workload, device)
+        self.section = max(1, scheduling.section_heads(workload, device) // configuration.cluster_heads(workload))
         self.sizes = kernel_sizes(workload, configuration, self.section)
         self.clusters = configuration.clusters(workload, multiprocessors)
         self.grid = self.clusters * configuration.cluster
@@ -157,8 +157,8 @@ class PreparedHopperCuda:
         import torch
 
         w = self.workload
-        lengths = scheduling.key_tiles(w, self.configuration)
-        order = scheduling.balanced_order(lengths, w.B * w.H, self.section, self.clusters)
+        lengths, heads = scheduling.key_tiles(w, self.configuration), self.sizes[0]
+        order = scheduling.balanced_order(lengths, heads, self.section, self.clusters)
         return torch.tensor(order, dtype=torch.int32, device=device.torch_name)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Callable[[], None]:
@@ -177,10 +177,11 @@ class PreparedHopperCuda:
 
 
 def kernel_sizes(workload: Workload, configuration: Configuration, section: int) -> tuple[Any, ...]:
-    """heads, H, L, S, row_tiles, section, reach, lag, and reciprocals of H, group, row_tiles, section, section *
-    row_tiles, as the kernel takes them."""
+    """heads (those of a cluster counted once), H, L, S, row_tiles, section, reach, lag, and reciprocals of H, group,
+    row_tiles, section, section * row_tiles, as the kernel takes them."""
     w = workload
-    row_tiles = ceil_div(w.L, configuration.cluster_rows)
+    heads = w.B * w.H // configuration.cluster_heads(w)
+    row_tiles = ceil_div(w.L, configuration.cluster_rows(w))
     divisors = w.H, w.group, row_tiles, section, section * row_tiles
     reciprocals = (ctypes.c_longlong(ceil_div(RECIPROCAL_OF_1, divisor)) for divisor in divisors)
-    return w.B * w.H, w.H, w.L, w.S, row_tiles, section, *scheduling.visible_from(w), *reciprocals
+    return heads, w.H, w.L, w.S, row_tiles, section, *scheduling.visible_from(w), *reciprocals

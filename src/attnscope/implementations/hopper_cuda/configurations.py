@@ -35,7 +35,7 @@ class Configuration:
     a multiprocessor walks over tiles; otherwise a block a tile. ``schedule``: in which order, where rows end at
     different keys: "arithmetic" deals tiles in turn, "table" gives each to the block that has the least to do.
     ``query_slots``: 2 copies the next tile's queries while this one's are used. ``cluster``: so many neighbouring
-    blocks take neighbouring rows of a head and copy keys and values once, for all of them.
+    blocks take neighbouring heads of a group, or rows of a head, and copy keys and values once, for all of them.
     """
 
     groups: int
@@ -54,10 +54,13 @@ class Configuration:
         """Query rows of a block."""
         return GROUP_ROWS * self.groups
 
-    @property
-    def cluster_rows(self) -> int:
-        """Query rows of a cluster of blocks."""
-        return self.rows * self.cluster
+    def cluster_heads(self, workload: Workload) -> int:
+        """Heads of a cluster of blocks: those of a group see the same keys; without groups its blocks share a head."""
+        return self.cluster if workload.group % self.cluster == 0 else 1
+
+    def cluster_rows(self, workload: Workload) -> int:
+        """Query rows of a cluster of blocks in each of its heads."""
+        return self.rows * self.cluster // self.cluster_heads(workload)
 
     @property
     def threads(self) -> int:
@@ -81,7 +84,8 @@ class Configuration:
 
     def tiles(self, workload: Workload) -> int:
         """Tiles of rows, those of a cluster counted once."""
-        return workload.B * workload.H * ceil_div(workload.L, self.cluster_rows)
+        heads = workload.B * workload.H // self.cluster_heads(workload)
+        return heads * ceil_div(workload.L, self.cluster_rows(workload))
 
     def clusters(self, workload: Workload, multiprocessors: int) -> int:
         """How many are launched."""
@@ -101,8 +105,8 @@ class Configuration:
             "GROUPS": self.groups, "KEYS": self.keys, "STAGES": self.stages, "REGISTERS_COPY": copying,
             "REGISTERS_GROUP": multiplying, "PING_PONG": int(self.ping_pong and self.groups > 1),
             "SNAKE": int(self.snake), "SLACK": self.slack, "TABLE": int(self.by_table(workload, multiprocessors)),
-            "QUERY_SLOTS": self.query_slots, "CLUSTER": self.cluster, "DIAGONAL": int(has_upper_bound(workload)),
-            "WINDOW": int(workload.window is not None),
+            "QUERY_SLOTS": self.query_slots, "CLUSTER": self.cluster, "CLUSTER_HEADS": self.cluster_heads(workload),
+            "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
         }  # fmt: skip
 
 
@@ -214,7 +218,7 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
 # The same where tiles are few, by (largest head dim, whether rows end at different keys): with one group a block, twice
 # as many multiprocessors have half as much to do.
 FEW: dict[tuple[int, bool], tuple[Configuration, ...]] = {
-    (64, False): (Configuration(1, 128, 4), Configuration(1, 256, 3), Configuration(2, 128, 4)),
+    (64, False): (Configuration(1, 128, 4), Configuration(1, 192, 3), Configuration(2, 128, 4)),
     (64, True): (Configuration(1, 128, 4), Configuration(1, 64, 4), Configuration(2, 128, 4)),
     (128, False): (Configuration(1, 128, 3), Configuration(1, 176, 2, slack=8), Configuration(2, 128, 2)),
     (128, True): (Configuration(1, 128, 3), Configuration(1, 64, 3), Configuration(2, 128, 2)),
@@ -246,6 +250,7 @@ def usual(workload: Workload) -> Configuration:
 
 
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
-    """Configurations worth timing for this workload, the usual one first; each fits, and each block has rows."""
+    """Configurations worth timing for this workload, the usual one first; each fits, and all its blocks have rows."""
     del device
-    return [one for one in choices(workload) if one.fits(workload.D) and (one.cluster == 1 or workload.L > one.rows)]
+    fitting = (one for one in choices(workload) if one.fits(workload.D))
+    return [one for one in fitting if workload.L > one.rows or one.cluster == one.cluster_heads(workload)]

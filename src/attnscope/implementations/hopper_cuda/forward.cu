@@ -3,16 +3,16 @@
 // Grid: as many blocks as multiprocessors (or fewer); each walks over tiles of QUERIES rows of one head in an order that is
 // fixed by its index, or that the host wrote into a table. Threads: a warpgroup of which one thread asks the copy engine for
 // tiles, then GROUPS of 64 rows.
-// Neighbouring blocks, CLUSTER of them, take neighbouring tiles of rows of one head and walk over the same keys: each asks
-// for its share of a tile of keys and has it copied to all of them. Every other turn they change places, since under a
-// causal mask the lower tile has less to do.
+// Neighbouring blocks, CLUSTER of them, walk over the same keys: each asks for its share of a tile of keys and has it copied
+// to all of them. They take neighbouring heads of one group, or neighbouring tiles of rows of one head; then they change
+// places every turn, since under a causal mask the lower tile has less to do.
 // A group's step: scores of a tile of keys are begun, then the values of the tile before are added; while both run, it
 // waits for the scores alone and computes their weights; then it waits for the sums and brings them to the new maximum.
 // Keys go from the last visible tile to the first: the tile that needs a mask for sure comes first, once.
 //
 // Compiled with T16; DIMS, the tensors' head dim (a multiple of 8), and HEAD_DIM, the multiple of 16 above it; GROUPS; KEYS
-// a tile (a multiple of 16); STAGES of keys and of values; CLUSTER, 1 or 2; REGISTERS_COPY and REGISTERS_GROUP a thread; and
-// switches:
+// a tile (a multiple of 16); STAGES of keys and of values; CLUSTER, 1 or 2, and of those blocks CLUSTER_HEADS heads; REGISTERS_COPY and
+// REGISTERS_GROUP a thread; and switches:
 //   DIAGONAL   row i sees keys below i + reach        WINDOW  row i sees keys from i + lag on
 //   PING_PONG  groups begin their products in turn    SNAKE   every other round of tiles goes backwards over the blocks
 //   TABLE      tiles are walked over as `order` says; otherwise in turn, and nobody reads `order`
@@ -27,6 +27,7 @@
 
 #define QUERIES (64 * GROUPS)
 #define THREADS (128 * GROUPS + 128)
+#define CLUSTER_TILES (CLUSTER / CLUSTER_HEADS)  // of rows
 #define PANELS ((HEAD_DIM + 63) / 64)
 #define ROW_BYTES 128
 #define QUERY_BYTES (QUERIES * ROW_BYTES * PANELS)
@@ -54,7 +55,7 @@ template <int Buffers> struct Ring {
   }
 };
 
-// row_tiles: of CLUSTER * QUERIES rows.
+// heads: those of a cluster count once. row_tiles: of CLUSTER_TILES * QUERIES rows.
 struct Shape {
   int heads, H, L, S, row_tiles, section, reach, lag;
   u64 by_H, by_group, by_row_tiles, by_section, by_section_tiles;
@@ -98,11 +99,12 @@ __device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
     head = section * shape.section + inside - from_last * heads;
     row_tile = shape.row_tiles - 1 - from_last;
   }
+  head = head * CLUSTER_HEADS + blockIdx.x % CLUSTER_HEADS;
   work.batch = divide(head, shape.by_H);
   work.head = head - work.batch * shape.H;
-  int first = row_tile * CLUSTER * QUERIES;
-  work.first = first + (blockIdx.x + turn) % CLUSTER * QUERIES;
-  int high = DIAGONAL ? min(shape.S, min(first + CLUSTER * QUERIES, shape.L) - 1 + shape.reach) : shape.S;
+  int first = row_tile * CLUSTER_TILES * QUERIES;
+  work.first = first + (blockIdx.x + turn) % CLUSTER_TILES * QUERIES;
+  int high = DIAGONAL ? min(shape.S, min(first + CLUSTER_TILES * QUERIES, shape.L) - 1 + shape.reach) : shape.S;
   work.end = tiles_of(max(high, 0));
   work.begin = WINDOW ? min(max(first + shape.lag, 0) / KEYS, work.end) : 0;
   turn++;
