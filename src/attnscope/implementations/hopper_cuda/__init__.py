@@ -29,8 +29,8 @@ KERNEL = "hopper_cuda_forward"
 MAX_LENGTH = 2**30  # positions and offsets are 32 bits wide
 MAX_TILES = 2**30
 LEAST_SCALE = 2.0**-100  # the kernel multiplies by scale * log2(e), in floats that have no subnormals
-MULTIPROCESSORS = 132  # where the device does not say
 KEPT_LAUNCHES = 64
+RECIPROCAL_OF_1 = 2**62  # exact for what is below 2**30, as tiles and heads are
 NO_TABLE = ctypes.c_void_p(None)
 
 
@@ -104,15 +104,16 @@ class PreparedHopperCuda:
         self.empty = 0 in (workload.B, workload.L, workload.S)
         if self.empty:
             return
-        defines = configuration.defines(workload)
+        multiprocessors = device.multiprocessors or configurations.MULTIPROCESSORS
+        defines = configuration.defines(workload, multiprocessors)
         self.kernel = cuda.load_kernel(SOURCE, KERNEL, device, defines, specific=True)
         self.shared_bytes = configuration.shared_bytes(workload.D)
         self.kernel.allow_shared_bytes(self.shared_bytes, device.index)
-        self.section = scheduling.section_heads(workload, device)
+        self.section = max(1, scheduling.section_heads(workload, device) // configuration.cluster_heads(workload))
         self.sizes = kernel_sizes(workload, configuration, self.section)
-        tiles = workload.B * workload.H * ceil_div(workload.L, configuration.rows)
-        self.grid = min(tiles, device.multiprocessors or MULTIPROCESSORS) if configuration.persistent else tiles
-        self.order = self.table(device) if configuration.by_table(workload) else NO_TABLE
+        self.clusters = configuration.clusters(workload, multiprocessors)
+        self.grid = self.clusters * configuration.cluster
+        self.order = self.table(device) if defines["TABLE"] else NO_TABLE
         self.launches: dict[tuple[Any, ...], Callable[[], None]] = {}
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
@@ -156,15 +157,16 @@ class PreparedHopperCuda:
         import torch
 
         w = self.workload
-        lengths = scheduling.key_tiles(w, self.configuration)
-        order = scheduling.balanced_order(lengths, w.B * w.H, self.section, self.grid)
+        lengths, heads = scheduling.key_tiles(w, self.configuration), self.sizes[0]
+        order = scheduling.balanced_order(lengths, heads, self.section, self.clusters)
         return torch.tensor(order, dtype=torch.int32, device=device.torch_name)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Callable[[], None]:
         """A launch for these addresses and strides."""
         c, w = self.configuration, self.workload
         columns = configurations.PANEL_COLUMNS
-        maps = [launching.encode(t, w.dtype, rows, columns) for t, rows in ((q, c.rows), (k, c.keys), (v, c.keys))]
+        share = c.keys // c.cluster
+        maps = [launching.encode(t, w.dtype, rows, columns) for t, rows in ((q, c.rows), (k, share), (v, share))]
         strides = (ctypes.c_longlong(out.stride(axis)) for axis in (0, 1, 2))
         args = (*maps, out, lse, self.order, *strides, w.effective_scale, *self.sizes)
         return launching.bind(self.kernel, self.index, self.grid, c.threads, self.shared_bytes, args)
@@ -174,8 +176,12 @@ class PreparedHopperCuda:
         raise UsageError("hopper_cuda has no backward\nhint: triton_fused has one")
 
 
-def kernel_sizes(workload: Workload, configuration: Configuration, section: int) -> tuple[int, ...]:
-    """heads, H, group, L, S, row_tiles, section, reach, lag, as the kernel takes them."""
+def kernel_sizes(workload: Workload, configuration: Configuration, section: int) -> tuple[Any, ...]:
+    """heads (those of a cluster counted once), H, L, S, row_tiles, section, reach, lag, and reciprocals of H, group,
+    row_tiles, section, section * row_tiles, as the kernel takes them."""
     w = workload
-    row_tiles = ceil_div(w.L, configuration.rows)
-    return w.B * w.H, w.H, w.group, w.L, w.S, row_tiles, section, *scheduling.visible_from(w)
+    heads = w.B * w.H // configuration.cluster_heads(w)
+    row_tiles = ceil_div(w.L, configuration.cluster_rows(w))
+    divisors = w.H, w.group, row_tiles, section, section * row_tiles
+    reciprocals = (ctypes.c_longlong(ceil_div(RECIPROCAL_OF_1, divisor)) for divisor in divisors)
+    return heads, w.H, w.L, w.S, row_tiles, section, *scheduling.visible_from(w), *reciprocals
