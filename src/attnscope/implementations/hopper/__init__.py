@@ -2,7 +2,8 @@
 
 Reads Inputs, writes Output. Must not import another implementation or a later stage. The kernel stands in
 ``kernels.py``, what changed between releases of Triton in ``gluon_shim.py``, how it is launched in ``launching.py``,
-which configuration is compiled in ``configurations.py``; docs/concepts/hopper.md says how it works and which ideas won.
+bool masks and biases in ``masked.py``, which configuration is compiled in ``configurations.py``; docs/concepts/hopper.md
+says how it works and which ideas won.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from attnscope.implementation import Gradients, Output, Prepared, Sheet, SheetIm
 from attnscope.implementations.hopper import configurations, decode, launching, schedules
 from attnscope.implementations.hopper.configurations import Configuration, block_of
 from attnscope.inputs import Inputs, Tensor, row_bounds
+from attnscope.units import DTYPE_BYTES
 from attnscope.workload import Workload
 
 MAX_TILES = 2**30
@@ -24,10 +26,11 @@ MAX_POSITIONS = 2**30  # L + S: positions, offsets and windows are 32 bits wide
 SECTION_BYTES = 32 * 2**20  # K and V of the heads that are walked together: they stay in the L2 cache
 LOG2_E = 1.4426950408889634
 WARPS = 4  # of a group
+NO_BIAS, BIAS_TILE, BIAS_ROW, BIAS_COLUMN = range(4)  # kernels.py: how a bias is read
 
 
 class Hopper(SheetImplementation):
-    """Forward with every geometric mask, head dims up to 256 that are multiples of 8."""
+    """Forward with every mask and an additive bias, head dims up to 256 that are multiples of 8."""
 
     name = "hopper"
     summary = "our own forward for compute capability 9.0: TMA, wgmma, warp groups that take turns"
@@ -36,7 +39,7 @@ class Hopper(SheetImplementation):
         features=frozenset(
             {
                 "gqa", "cross", "unequal_head_dims", "causal_top_left", "causal_bottom_right", "window", "softcap",
-                "scale", "alibi", "sinks", "lengths", "packed",
+                "scale", "alibi", "sinks", "mask", "bias", "lengths", "packed",
             }
         ),
         devices=frozenset({"cuda"}),
@@ -54,7 +57,7 @@ class Hopper(SheetImplementation):
     )  # fmt: skip
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
-        """What 32-bit positions rule out."""
+        """What 32-bit positions rule out, and a bias in float64."""
         del device, direction
         return list(_size_reasons(workload))
 
@@ -79,7 +82,10 @@ class Hopper(SheetImplementation):
 
     def prepare_as(self, workload: Workload, device: Device, configuration: Configuration) -> Prepared:
         """Compiles that configuration. Raises PrepareFailed."""
-        return self._made(lambda: PreparedHopper(workload, device, configuration))
+        from attnscope.implementations.hopper.masked import PreparedMasked
+
+        made = PreparedHopper if workload.mask is None and workload.bias is None else PreparedMasked
+        return self._made(lambda: made(workload, device, configuration))
 
     def _made(self, make: Callable[[], Prepared]) -> Prepared:
         try:
@@ -102,12 +108,21 @@ def _size_reasons(w: Workload) -> Iterator[str]:
     if w.L + w.S >= MAX_POSITIONS:
         yield f"counts positions in 32 bits: L + S must stay below 2**30, not {w.L + w.S}"
     tiles = w.B * w.H * -(-w.L // (2 * configurations.GROUP_ROWS))
-    if tiles >= MAX_TILES:
-        yield f"counts tiles in 32 bits: it takes less than 2**30, not {tiles}"
+    mask_tiles = tiles * _count(w.S, configurations.LEAST_KEYS) if w.mask is not None else 0
+    if max(tiles, mask_tiles) >= MAX_TILES:
+        yield f"counts tiles in 32 bits: it takes less than 2**30, not {max(tiles, mask_tiles)}"
+    if w.bias == "fp64":
+        yield "takes a bias in bf16, fp16 or fp32, not fp64"
 
 
 def _count(length: int, tile: int) -> int:
     return -(-length // tile)
+
+
+def _bias_kind(w: Workload) -> int:
+    """Tiles of a bias come by TMA; one without rows, or without columns, is read where it is added."""
+    _, _, rows, columns = w.broadcast_shape(w.bias_shape)
+    return NO_BIAS if w.bias is None else BIAS_COLUMN if columns == 1 else BIAS_ROW if rows == 1 else BIAS_TILE
 
 
 class Plan:
@@ -122,9 +137,13 @@ class Plan:
         heads = max(1, SECTION_BYTES // max(1, w.S * (w.D + w.D_v) * 2)) * w.group
         self.section = max(1, min(heads, w.B * w.H))
         self.prescaled = w.alibi or (w.softcap is None and w.effective_scale <= 0)  # its maximum is not scaled after
+        self.bias_kind = _bias_kind(w)
+        listed = w.mask is not None
+        bounded = w.packed is not None and not listed
         self.pointers = {
-            "lengths": w.lengths is not None, "starts": w.packed is not None, "ends": w.packed is not None,
+            "lengths": w.lengths is not None, "starts": bounded, "ends": bounded,
             "slopes": w.alibi, "sinks": w.sinks, "order": self.scheduled,
+            "words": listed, "lists": listed, "bias": self.bias_kind in (BIAS_ROW, BIAS_COLUMN),
         }  # fmt: skip
 
     @property
@@ -141,24 +160,30 @@ class Plan:
 
     @property
     def masked(self) -> bool:
-        """Whether some tile of keys needs a mask."""
+        """Whether some tile of keys needs a mask that follows from its rows; a bool mask's bits hold geometry too."""
         w = self.workload
-        return schedules.is_uneven(w) or w.S % self.configuration.keys != 0
+        return w.mask is None and (schedules.is_uneven(w) or w.S % self.configuration.keys != 0)
 
     def constants(self) -> dict[str, Any]:
         """What the kernel is compiled with."""
         w, c = self.workload, self.configuration
-        return {name: None for name, there in self.pointers.items() if not there} | {
+        absent = [name for name, there in self.pointers.items() if not there]
+        absent += [name for name in self.all_scalars() if name not in self.scalar_types()]
+        absent += [] if self.bias_kind == BIAS_TILE else ["bias_desc"]
+        return dict.fromkeys(absent) | {
             "GROUPS": c.groups,
             "SLOTS": c.slots,
             "Q_SLOTS": c.q_slots,
+            "BIAS": self.bias_kind,
+            "BIAS_SLOTS": c.bias_slots,
             "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right",
             "WINDOWED": w.window is not None,
             "MASKED": self.masked,
+            "GUARDED": self.masked or w.mask is not None or w.bias is not None,  # a row may see no key of a tile
             "CAPPED": w.softcap is not None,
             "PRESCALED": self.prescaled,
-            "LONGEST_FIRST": w.causal is not None and not self.scheduled,
+            "LONGEST_FIRST": (w.causal is not None or w.mask is not None) and not self.scheduled,
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
             "LAZY_SUM": c.lazy_sum,
@@ -169,20 +194,46 @@ class Plan:
     def boxes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns that each descriptor moves at a time."""
         rows, keys = configurations.GROUP_ROWS, self.configuration.keys
-        return {name: (size, self.block) for name, size in (("q", rows), ("k", keys), ("v", keys), ("o", rows))}
+        found = {name: (size, self.block) for name, size in (("q", rows), ("k", keys), ("v", keys), ("o", rows))}
+        return found | ({"bias": (rows, keys)} if self.bias_kind == BIAS_TILE else {})
+
+    def dtype_of(self, name: str) -> str:
+        """Of a tensor that a descriptor moves."""
+        return str(self.workload.bias) if name == "bias" else self.workload.dtype
+
+    def all_scalars(self) -> tuple[str, ...]:
+        """The kernel's scalars, in its order, those of no use to the workload too."""
+        from attnscope.implementations.hopper import kernels
+
+        return kernels.SCALARS + kernels.MASK_SCALARS + kernels.BIAS_SCALARS
+
+    def scalar_types(self) -> dict[str, str]:
+        """Scalars that the workload uses, in the kernel's order, with their types."""
+        from attnscope.implementations.hopper import kernels
+
+        types = {name: "fp32" if name in ("scale", "cap") else "i32" for name in kernels.SCALARS}
+        if self.workload.mask is not None:
+            types |= {name: "i64" if name.endswith("step") else "i32" for name in kernels.MASK_SCALARS}
+        if self.bias_kind == BIAS_TILE:
+            types |= dict.fromkeys(kernels.BIAS_SCALARS[:2], "i32")
+        elif self.bias_kind != NO_BIAS:
+            types |= dict.fromkeys(kernels.BIAS_SCALARS, "i64")
+        return types
 
     def signature(self) -> dict[str, str]:
         """The type of each argument that is no constant, in the kernel's order."""
-        from attnscope.implementations.hopper import gluon_shim, kernels
+        from attnscope.implementations.hopper import gluon_shim
 
         types = {
-            f"{name}_desc": gluon_shim.descriptor_type(self.workload.dtype, (1, 1, *box))
+            f"{name}_desc": gluon_shim.descriptor_type(
+                self.dtype_of(name), (1, 1, *box), 8 * DTYPE_BYTES[self.dtype_of(name)]
+            )
             for name, box in self.boxes().items()
         }
         types["lse"] = "*fp32"
-        of_pointer = {"slopes": "*fp32", "sinks": "*fp32"}
+        of_pointer = {"slopes": "*fp32", "sinks": "*fp32", "bias": f"*{self.workload.bias}"}
         types |= {name: of_pointer.get(name, "*i32") for name, there in self.pointers.items() if there}
-        return types | {name: "fp32" if name in ("scale", "cap") else "i32" for name in kernels.SCALARS}
+        return types | self.scalar_types()
 
     def compile(self) -> Any:
         """Machine code; no GPU is asked. Raises what Triton raises."""
@@ -190,8 +241,9 @@ class Plan:
 
         kernel = kernels.load().hopper_attention_forward
         machine = gluon_shim.compile_kernel(kernel, self.signature(), self.constants(), WARPS)
-        wanted = launching.descriptor_parameters() * 4 + [8] * (1 + sum(self.pointers.values()))
-        wanted += [4] * len(kernels.SCALARS) + [8, 8]  # Triton's own two last: scratch, which the kernel does not use
+        wanted = launching.descriptor_parameters() * len(self.boxes()) + [8] * (1 + sum(self.pointers.values()))
+        wanted += [8 if kind == "i64" else 4 for kind in self.scalar_types().values()]
+        wanted += [8, 8]  # Triton's own two last: scratch, which the kernel does not use
         if machine.parameters() != wanted:
             raise PrepareFailed(
                 "this release of Triton passes arguments in another way than hopper does\n"
@@ -200,12 +252,13 @@ class Plan:
         return machine
 
     def scalars(self) -> list[Any]:
-        """Values of the kernel's scalars, in its order."""
+        """Values of the kernel's scalars, in its order, but a mask's and a bias's."""
         w = self.workload
-        scale = w.effective_scale * LOG2_E
+        unit = LOG2_E if w.bias is None else 1.0
+        scale = w.effective_scale * unit
         cap = 1.0
         if w.softcap is not None:
-            scale, cap = w.softcap * LOG2_E, w.effective_scale / w.softcap
+            scale, cap = w.softcap * unit, w.effective_scale / w.softcap
         whole = (w.H, w.group, w.L, w.S, self.row_tiles, self.tiles, self.section, min(w.window or 0, w.L + w.S))
         return [*(ctypes.c_int32(value) for value in whole), ctypes.c_float(scale), ctypes.c_float(cap)]
 

@@ -1,0 +1,236 @@
+"""Stage 2: what ``hopper`` does where there is a bool mask or an additive bias.
+
+Reads Inputs, writes Output. Must not import another implementation or a later stage. A mask goes through two kernels of
+``mask_kernels.py`` first, in the same call; what they write is allocated anew in each call, so calls on any streams and
+replays of any graphs may overlap. A bias goes to the kernel as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from attnscope.device import Device
+from attnscope.errors import PrepareFailed
+from attnscope.implementation import Output
+from attnscope.implementations.hopper import BIAS_COLUMN, BIAS_TILE, NO_BIAS, WARPS, Plan, PreparedHopper, launching
+from attnscope.implementations.hopper.configurations import GROUP_ROWS, Configuration
+from attnscope.inputs import Inputs, Tensor
+from attnscope.workload import Workload
+
+WORDS_A_TILE = GROUP_ROWS * 4  # 32 bits each: kernels.py's _hide_by_words
+LIST_CHUNK = 64  # tiles of keys that are ranked at a time
+Launches = list[tuple[Any, int, launching.Arguments]]  # (launcher, blocks, arguments), in order
+
+
+class MaskPlan:
+    """What a workload and a configuration fix of the two kernels in front, and of the memory between them.
+
+    Words and lists are shared by the heads, and by the batch entries, that a mask and the geometry do not tell apart.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        w, c = plan.workload, plan.configuration
+        self.workload, self.configuration = w, c
+        batch, self.heads, _, _ = w.broadcast_shape(w.mask)
+        self.batch = w.B if w.lengths is not None else batch
+        self.key_tiles, self.row_tiles = -(-w.S // c.keys), plan.row_tiles
+        self.lists = self.batch * self.heads * self.row_tiles
+        self.tiles = self.lists * self.key_tiles
+        self.pointers = {
+            "lengths": w.lengths is not None, "starts": w.packed is not None, "ends": w.packed is not None
+        }  # fmt: skip
+
+    @property
+    def offsets(self) -> tuple[int, int, int]:
+        """Where lists and kinds begin in the memory between, and its end, in units of 4 bytes; words are first."""
+        lists = self.tiles * self.configuration.groups * WORDS_A_TILE
+        kinds = lists + self.lists * (self.key_tiles + 1)
+        return lists, kinds, kinds + -(-self.tiles // 4)
+
+    def scalars(self) -> list[Any]:
+        """The attention kernel's: tile t of head (b, h) has list b * list_batch + h * list_head + t; the length of a
+        list, and of the words of 64 rows."""
+        batch = self.heads * self.row_tiles if self.batch > 1 else 0
+        head = self.row_tiles if self.heads > 1 else 0
+        steps = self.key_tiles + 1, self.key_tiles * WORDS_A_TILE
+        return [*(ctypes.c_int32(value) for value in (batch, head)), *(ctypes.c_int64(value) for value in steps)]
+
+    def constants(self) -> dict[str, Any]:
+        """What the first kernel is compiled with."""
+        w, c = self.workload, self.configuration
+        return {name: None for name, there in self.pointers.items() if not there} | {
+            "GROUPS": c.groups,
+            "KEYS": c.keys,
+            "CAUSAL": w.causal is not None,
+            "BOTTOM_RIGHT": w.causal == "bottom_right",
+            "WINDOWED": w.window is not None,
+        }
+
+    def words_scalars(self, mask: Tensor) -> list[Any]:
+        """Values of the first kernel's scalars, in its order."""
+        w = self.workload
+        strides = mask.expand(self.batch, self.heads, w.L, w.S).stride()
+        whole = (self.heads, w.L, w.S, self.row_tiles, self.key_tiles, min(w.window or 0, w.L + w.S))
+        return [*(ctypes.c_int64(value) for value in strides), *(ctypes.c_int32(value) for value in whole)]
+
+    def compile(self) -> list[Any]:
+        """Machine code of the two kernels; no GPU is asked. Raises what Triton raises."""
+        from attnscope.implementations.hopper import gluon_shim, mask_kernels
+
+        module = mask_kernels.load()
+        pointers = [name for name, there in self.pointers.items() if there]
+        types = {"mask": "*u8", "words": "*i32", "kinds": "*u8"} | dict.fromkeys(pointers, "*i32")
+        types |= {name: "i64" if name.startswith("mask_") else "i32" for name in mask_kernels.WORDS_SCALARS}
+        words = gluon_shim.compile_kernel(module.hopper_attention_mask_words, types, self.constants(), WARPS)
+        types = {"kinds": "*u8", "lists": "*i32", "key_tiles": "i32"}
+        lists = gluon_shim.compile_kernel(module.hopper_attention_mask_lists, types, {"CHUNK": LIST_CHUNK}, WARPS)
+        wanted = [8] * (3 + len(pointers) + 4) + [4] * 6 + [8, 8]
+        if words.parameters() != wanted or lists.parameters() != [8, 8, 4, 8, 8]:
+            raise PrepareFailed(
+                "this release of Triton passes arguments in another way than hopper does\n"
+                "hint: install a release that attnscope names as tested, 3.6.0"
+            )
+        return [words, lists]
+
+
+def bias_arguments(bias: Tensor, plan: Plan) -> tuple[Tensor, list[Any]]:
+    """(the bias as the kernel reads it, the kernel's scalars that tell how).
+
+    Tiles are read where they lie if TMA can; else a copy with rows of whole 16 bytes is. Batch entries or heads that
+    are the same memory are one to the kernel.
+    """
+    if plan.bias_kind == BIAS_TILE:
+        for dim in (0, 1):
+            if bias.stride(dim) == 0 and bias.shape[dim] > 1:
+                bias = bias.narrow(dim, 0, 1)
+        if not launching.readable(bias):
+            bias = _padded(bias)
+        return bias, [ctypes.c_int32(int(size > 1)) for size in bias.shape[:2]]
+    w = plan.workload
+    batch, head, row, column = bias.expand(w.B, w.H, *bias.shape[2:]).stride()
+    step = column if plan.bias_kind != BIAS_COLUMN else row if bias.shape[2] > 1 else 0
+    return bias, [ctypes.c_int64(value) for value in (batch, head, step)]
+
+
+def _padded(bias: Tensor) -> Tensor:
+    """A copy whose rows begin at multiples of 16 bytes."""
+    columns, step = bias.shape[3], 16 // bias.element_size()
+    made = bias.new_empty((*bias.shape[:3], -(-columns // step) * step))[..., :columns]
+    return made.copy_(bias)
+
+
+class PreparedMasked(PreparedHopper):
+    """The kernel, and those in front of it, with all that a workload fixes."""
+
+    def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
+        super().__init__(workload, device, configuration)
+        self.masks: MaskPlan | None = None
+        self.in_front: list[launching.Launcher] = []
+        self.calls: dict[Hashable, Launches] = {}
+        if self.launcher is None or workload.mask is None:
+            return
+        self.masks = MaskPlan(self.plan)
+        self.workspace_bytes = 4 * self.masks.offsets[-1]
+        self.in_front = [launching.Launcher(machine, device.index) for machine in self.masks.compile()]
+
+    def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
+        """out and lse. Inputs that TMA cannot read where they lie are copied first."""
+        import torch
+
+        if self.launcher is None:
+            return super().forward(inputs, save=save)
+        if torch._C._cuda_getDevice() != self.index:
+            with torch.cuda.device(self.index):
+                return self._forward(inputs)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: Inputs) -> Output:
+        import torch
+
+        w, q = self.workload, inputs.q
+        if w.layout == "bhld":
+            out = q.new_empty((w.B, w.H, w.L, w.D_v))
+        else:
+            out = q.new_empty((w.B, w.L, w.H, w.D_v)).transpose(1, 2)
+        lse = q.new_empty((w.B, w.H, w.L), dtype=torch.float32)
+        tensors = {
+            "q": q, "k": inputs.k, "v": inputs.v, "o": out, "lse": lse, "mask": inputs.mask, "bias": inputs.bias,
+            "lengths": inputs.lengths, "slopes": inputs.alibi_slopes, "sinks": inputs.sinks,
+        }  # fmt: skip
+        if self.masks is not None:
+            tensors["between"] = torch.empty(self.masks.offsets[-1], dtype=torch.int32, device=q.device)
+        key = tuple([(t.data_ptr(), t.stride()) for t in tensors.values() if t is not None])
+        launches, copies = self.calls.get(key), []
+        if launches is None:
+            launches, copies = self._launches(tensors)
+            if not copies:
+                self._keep(key, launches)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        for launcher, blocks, arguments in launches:
+            launcher.launch(blocks, stream, arguments)
+        del copies  # only now: what is queued reads them before whatever takes their place is queued
+        return Output(out, lse)
+
+    def _keep(self, key: Hashable, launches: Launches) -> None:
+        if len(self.calls) >= launching.KEPT:
+            self.calls.pop(next(iter(self.calls), None), None)
+        self.calls[key] = launches
+
+    def _launches(self, tensors: dict[str, Any]) -> tuple[Launches, list[Tensor]]:
+        """The kernels of a call, and the tensors that had to be copied for TMA to read them."""
+        import torch
+
+        found: Launches = []
+        given = {name: tensors[name] for name in ("q", "k", "v")}
+        read = {
+            name: t if launching.readable(t) else t.clone(memory_format=torch.contiguous_format)
+            for name, t in given.items()
+        }
+        copies = [tensor for name, tensor in read.items() if tensor is not given[name]]
+        read["o"] = tensors["o"]
+        names = ("mask", "lse", "lengths", "slopes", "sinks")
+        places = {name: tensors[name].data_ptr() for name in names if tensors[name] is not None}
+        places |= zip(("starts", "ends"), (bound.data_ptr() for bound in self.bounds), strict=False)
+        places |= {"order": order.data_ptr() for order in self.order}
+        scalars = self.plan.scalars()
+        if self.masks is not None:
+            lists, kinds, _ = self.masks.offsets
+            for name, offset in (("words", 0), ("lists", lists), ("kinds", kinds)):
+                places[name] = tensors["between"].data_ptr() + 4 * offset
+            found += self._in_front(tensors["mask"], places)
+            scalars += self.masks.scalars()
+        if self.plan.bias_kind != NO_BIAS:
+            read["bias"], told = bias_arguments(tensors["bias"], self.plan)
+            copies += [read["bias"]] if read["bias"].data_ptr() != tensors["bias"].data_ptr() else []
+            places["bias"] = read["bias"].data_ptr()
+            scalars += told
+        return [*found, (self.launcher, self.blocks, self._attention(read, places, scalars))], copies
+
+    def _in_front(self, mask: Tensor, places: dict[str, int]) -> Launches:
+        """The two kernels that read the mask."""
+        assert self.masks is not None
+        names = ["mask", "words", "kinds", *(name for name, there in self.masks.pointers.items() if there)]
+        words = _arguments([places[name] for name in names], self.masks.words_scalars(mask))
+        lists = _arguments([places["kinds"], places["lists"]], [ctypes.c_int32(self.masks.key_tiles)])
+        first, second = self.in_front
+        return [(first, self.masks.tiles, words), (second, self.masks.lists, lists)]
+
+    def _attention(
+        self, tensors: dict[str, Tensor], places: dict[str, int], scalars: list[Any]
+    ) -> launching.Arguments:
+        assert self.launcher is not None
+        descriptors: list[Any] = []
+        for name, (rows, columns) in self.plan.boxes().items():
+            box = (rows, min(columns, 128 // tensors[name].element_size()))  # the most that a swizzled box holds
+            made = self.launcher.descriptor(tensors[name], self.plan.dtype_of(name), box)
+            descriptors += launching.described(made)
+        names = ["lse", *(name for name, there in self.plan.pointers.items() if there)]
+        return _arguments([places[name] for name in names], scalars, descriptors)
+
+
+def _arguments(places: list[int], scalars: list[Any], descriptors: Sequence[Any] = ()) -> launching.Arguments:
+    """What one launch passes: descriptors, pointers, scalars, and Triton's own two, which no kernel uses."""
+    pointers = [ctypes.c_uint64(place) for place in places]
+    return launching.Arguments([*descriptors, *pointers, *scalars, ctypes.c_uint64(0), ctypes.c_uint64(0)])
