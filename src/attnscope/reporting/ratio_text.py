@@ -120,8 +120,8 @@ def figure_sentence(figure: Figure | None, shapes: int) -> str:
 
 
 def counted(workloads: Sequence[str], of: int) -> str:
-    """``2 of 32: B8,..., B4,...``."""
-    named = ", ".join(workloads[:NAMED]) + (", …" if len(workloads) > NAMED else "")
+    """``2 of 32: B8,...; B4,...``."""
+    named = "; ".join(workloads[:NAMED]) + ("; …" if len(workloads) > NAMED else "")
     return f"{len(workloads)} of {of}: {named}"
 
 
