@@ -19,7 +19,7 @@ from attnscope.reporting.ratio_suites import SuiteRatios, suites_of
 from attnscope.reporting.ratio_text import counted, figure_sentence, ratio
 from attnscope.reporting.twins import Twins, twins_of
 from attnscope.suites import SUITES
-from attnscope.units import format_ms, format_us
+from attnscope.units import MISSING, format_ms, format_us
 from attnscope.workload import Workload
 
 OURS, SUITE = "hopper", "grid"  # whose picture is drawn, over which suite
@@ -82,6 +82,7 @@ def _head(runs: Sequence[Run], found: SuiteRatios) -> str:
     if (found.implementation, found.suite, found.direction) == (OURS, SUITE, "forward"):
         told = "useful TFLOP/s over the sequence length, by head dim and mask, with the limit"
         lines += [f"![{told}](docs/pictures/{PICTURE})", ""]
+    lines += [_by_length(found), ""]
     figures = [
         f"{ratio(figure.geometric_mean)} {word} (worst {ratio(figure.worst)}, against `{figure.worst_rival}` on "
         f"`{figure.worst_workload}`)"
@@ -93,6 +94,22 @@ def _head(runs: Sequence[Run], found: SuiteRatios) -> str:
         f"Against the best rival on {found.shapes} shapes (suite `{found.suite}`, {found.direction}), geometric "
         f"means of the rival's figure over its own: {', '.join(figures)}. {_origins(runs, found)}",
     ])  # fmt: skip
+
+
+def _by_length(found: SuiteRatios) -> str:
+    """A line a head dim and mask, a column a length: the isolated and the sustained ratio."""
+    rows = {Workload.parse(row.workload): row for row in found.rows}
+    lengths = sorted({w.S for w in rows})
+    cells: dict[str, dict[int, str]] = {}
+    for w, row in rows.items():
+        mask = "full" if w.causal is None else "causal"
+        cells.setdefault(f"{_column(w)}, {mask}", {})[w.S] = f"{row.ratio:.2f} / {_short(row.sustained_ratio)}"
+    head = ["isolated / sustained", *map(_length, lengths)]
+    return table(head, [[title, *(at.get(length, MISSING) for length in lengths)] for title, at in cells.items()])
+
+
+def _short(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
 
 
 def twins(runs: Sequence[Run], name: str, direction: str) -> str | None:

@@ -185,7 +185,7 @@ def report(
     html: Annotated[Path | None, typer.Option("--html", help="Where the page goes; default beside the first.")] = None,
     ratio: Annotated[
         str | None,
-        typer.Option("--ratio", help="Only this implementation against the best of its rivals, run by run."),
+        typer.Option("--ratio", help="Only this implementation against the best of its rivals, by run and suite."),
     ] = None,
     json: Json = False,
     wide: Wide = False,
