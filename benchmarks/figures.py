@@ -6,6 +6,7 @@ Tables stand between ``<!-- generated: NAME -->`` and ``<!-- end generated -->``
 * ``times SUITE DIRECTION``: a suite's median times, the fastest of each workload in bold;
 * ``findings SUITE``: what the explanations found; ``limits`` and ``environment``: of the newest GPU run;
 * ``terminal SUITE``: what ``attnscope compare SUITE`` printed, ``terminal SUITE head`` without its notes;
+* ``rivals SUITE IMPLEMENTATION DIRECTION [head]``, ``twins IMPLEMENTATION DIRECTION``: rival_figures.py;
 * one of guide_blocks.py, about the article's workload.
 
 Blocks of another command (``checking``: tests/checking_numbers.py) are left as they are.
@@ -35,6 +36,7 @@ from attnscope.units import MISSING, format_ms, format_us, significant
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test loads this file by its path
 import guide_blocks
+import rival_figures
 from guide_blocks import Source, cell, origin
 from guide_blocks import table as markdown_table
 
@@ -53,12 +55,13 @@ ROLE_INKS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture: its file's name, the numbers in it, and how to draw them onto axes."""
+    """A picture: its file's name, the numbers in it, and how to draw them onto a figure."""
 
     name: str
     data: Any
     draw: Callable[[Any, Any], None]
     height: float
+    width: float = 8
 
     @property
     def digest(self) -> str:
@@ -104,11 +107,15 @@ def make_block(name: str, runs: Sequence[Run], article: dict[str, Any], root: Pa
         return facts_table(runs, kind, article["workload"])
     if kind == "terminal" and arguments[1:] in ([], ["head"]) and arguments:
         return terminal_block(runs, article, arguments[0], head=len(arguments) == 2)
+    if kind == "rivals" and len(arguments) in (3, 4) and arguments[3:] in ([], ["head"]):
+        return rival_figures.rivals(runs, *arguments[:3], head=len(arguments) == 4)
+    if kind == "twins" and len(arguments) == 2:
+        return rival_figures.twins(runs, *arguments)
     if kind in guide_blocks.BLOCKS:
         return guide_blocks.make(kind, arguments, make_source(runs, article["workload"], article, root))
     known = (
         "article", "times SUITE DIRECTION", "findings SUITE", "limits", "environment", "terminal SUITE [head]",
-        *guide_blocks.USAGES,
+        *rival_figures.USAGES, *guide_blocks.USAGES,
     )  # fmt: skip
     raise UsageError(f"a generated block must be one of {', '.join(known)}, got {name!r}")
 
@@ -219,13 +226,24 @@ def make_pictures(runs: Sequence[Run], article: dict[str, Any]) -> list[Picture]
         rows = [_bar(r, direction, article) for r in results if r.measurement(direction)]
         limit = words.limit_of(results, direction)
         data = {"rows": rows, "limit_us": limit[0] * 1e3 if limit else None, "device": run.device.name}
-        pictures.append(Picture(f"article-{direction}.svg", data, draw_bars, 0.9 + 0.42 * len(rows)))
+        pictures.append(Picture(f"article-{direction}.svg", data, on_axes(draw_bars), 0.9 + 0.42 * len(rows)))
         lanes = [_lane(r, direction) for r in results if words.kernels_of(r, direction)]
         if lanes:
             pictures.append(
-                Picture(f"timeline-{direction}.svg", {"lanes": lanes}, draw_timeline, 1.3 + 0.36 * len(lanes))
+                Picture(f"timeline-{direction}.svg", {"lanes": lanes}, on_axes(draw_timeline), 1.3 + 0.36 * len(lanes))
             )
+    if (grid := rival_figures.picture_data(runs)) is not None:
+        pictures.append(Picture(rival_figures.PICTURE, grid, draw_grid, 5.0, width=10.5))
     return pictures
+
+
+def on_axes(draw: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Draws onto the one pair of axes of a figure."""
+    return lambda figure, data: draw(figure.subplots(), data)
+
+
+def draw_grid(figure: Any, data: dict[str, Any]) -> None:
+    rival_figures.draw_grid(figure, data, OURS_COLOR, INK)
 
 
 def _bar(result: Result, direction: str, article: dict[str, Any]) -> dict[str, Any]:
@@ -314,8 +332,8 @@ def save_picture(picture: Picture, path: Path) -> None:
         "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(8, picture.height + 0.5), layout="constrained")
-        picture.draw(axes, picture.data)
+        figure = pyplot.figure(figsize=(picture.width, picture.height + 0.5), layout="constrained")
+        picture.draw(figure, picture.data)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Description": f"data {picture.digest}"}
         figure.savefig(path, format="svg", transparent=True, metadata=metadata)

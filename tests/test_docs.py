@@ -38,6 +38,7 @@ MARK = re.compile(r"<!-- docs-test: (slow|gpu|file \S+) -->")
 GENERATED = re.compile(
     r"<!-- (generated: [^>]+|ladder \w+ begin) -->\n(.*?)<!-- (end generated|ladder \w+ end) -->", re.S
 )
+WITHOUT_RECORDS = ("generated: rivals ", "generated: twins ")  # show nothing until a run of theirs is recorded
 ON_A_GPU = re.compile(r"attnscope ladder (?!.*--compile-only)|--implementations (forward|backward)_v")
 MEASURED = re.compile(r"(?<![\w.])\d[\d.,]* ?(ms|µs|us|TFLOP|GB/s|×)(?!\w)")
 SOURCED = re.compile(r"article|A100|data sheet")
@@ -262,6 +263,8 @@ def test_generated_blocks_hold_something():
         pytest.skip("benchmarks/results holds no records yet")
     for page in PAGES:
         for match in GENERATED.finditer(page.read_text()):
+            if match[1].startswith(WITHOUT_RECORDS):  # test_figures holds them to be what the records give
+                continue
             assert match[2].strip(), f"{name(page)}: the block {match[1]!r} is empty, run python benchmarks/figures.py"
 
 

@@ -12,7 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 import factories
+from attnscope.errors import AttnscopeError
 from attnscope.records import run_lines
+from attnscope.suites import SUITES
+from rival_runs import rival_run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = """# Title
@@ -120,6 +123,70 @@ def test_without_records_it_says_so_and_changes_nothing(figures, tmp_path: Path,
         assert figures.main(arguments, root) == 0
         assert "holds no records yet" in capsys.readouterr().out
     assert tree(root) == before
+
+
+def test_our_attention_beside_its_rivals_is_shown_from_its_records(figures, tmp_path: Path):
+    run = rival_run(
+        SUITES["grid"], {"hopper": 1.0, "sdpa_cudnn": 1.1, "flash_attn_4": lambda w: 1.05 if w.D < 256 else None}
+    )
+    root = checkout(tmp_path, run, rival_run(SUITES["masks"], {"hopper": lambda w: 1.2 if w.mask else 1.0}))
+    blocks = (
+        "rivals grid hopper forward head",
+        "rivals grid hopper forward",
+        "rivals decode hopper forward",
+        "twins hopper forward",
+    )
+    (root / "README.md").write_text(
+        "".join(f"<!-- generated: {block} -->\n<!-- end generated -->\n" for block in blocks)
+    )
+    assert figures.main([], root) == 0 and figures.main(["--check"], root) == 0
+    text = (root / "README.md").read_text()
+    assert "![useful TFLOP/s" in text and "(docs/pictures/hopper-grid.svg)" in text
+    assert (
+        "geometric means of the rival's figure over its own: 1.056 isolated (worst 1.050, against `flash_attn_4`"
+        in text
+    )
+    assert "| 1.100 | 1.100 | 1.100 | faster | 12.0 µs |" in text and "32 of 32 shapes" in text
+    assert "| isolated / sustained | 512 | 2k | 4k | 8k | 16k |" in text
+    assert "| D 256, causal | – | 1.10 / 1.10 | – | 1.10 / 1.10 | – |" in text
+    assert "cuDNN 9.19.0, triton 3.6.0, flash-attn-4 4.0.0b36." in text
+    assert "- without flash_attn_4: skipped: takes another head dim: 4 of 32: B8,H8,L2048,D256,bf16; " in text
+    assert "- `mask=bool:Bx1xLxS`, NVIDIA H200: geometric mean 1.200 (sustained 1.200), at most 1.200" in text
+    assert "<!-- generated: rivals decode hopper forward -->\n<!-- end generated -->" in text, (
+        "no record, nothing shown"
+    )
+    picture = (root / "docs" / "pictures" / "hopper-grid.svg").read_text()
+    assert all(f"<!-- {word} -->" in picture for word in ("hopper (ours)", "sdpa_cudnn", "limit", "D 192/128", "16k"))
+
+
+def test_the_picture_takes_each_shape_from_the_newest_run_that_holds_a_ratio(figures):
+    grid = SUITES["grid"]
+    old = rival_run(grid, {"hopper": 2.0, "sdpa_cudnn": 1.1})
+    new = rival_run(grid[:3], {"hopper": 1.0, "hopper_cuda": 0.5, "a": 1.3}, created="2026-12-01T00:00:00+00:00")
+    alone = rival_run(grid, {"hopper": 0.1}, created="2026-12-02T00:00:00+00:00")
+    quick = rival_run(grid, quick=True, created="2026-12-03T00:00:00+00:00")
+    data = figures.rival_figures.picture_data([old, new, alone, quick])
+    assert data["names"][0] == "hopper" and set(data["names"]) == {"hopper", "sdpa_cudnn", "a"}
+    lines = data["panels"]["D 64"]["full"]
+    rates = [rate for _, rate in lines["hopper"]]
+    assert rates == pytest.approx([350.0] * 3 + [175.0] * 2) and len(lines["a"]) == 3 and len(lines["sdpa_cudnn"]) == 2
+    assert [rate for _, rate in lines["limit"]] == pytest.approx([700.0] * 5)
+    assert list(data["panels"]) == ["D 64", "D 128", "D 256", "D 128, 32/8 heads", "D 192/128"]
+    assert figures.rival_figures.picture_data([alone, quick]) is None
+    assert figures.make_block("rivals grid hopper forward", [quick], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        ("rivals gird hopper forward", "did you mean grid"),
+        ("rivals grid hopper sideways", "direction must be forward or backward, got 'sideways'"),
+        ("rivals grid hopper", "a generated block must be one of .*rivals SUITE IMPLEMENTATION DIRECTION"),
+    ],
+)
+def test_a_block_of_rivals_that_cannot_be_is_a_sentence(figures, block, sentence):
+    with pytest.raises(AttnscopeError, match=sentence):
+        figures.make_block(block, [factories.blog_run()], {})
 
 
 def test_an_unknown_block_is_told_with_what_is_known(figures, tmp_path: Path, capsys):

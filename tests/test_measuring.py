@@ -150,6 +150,21 @@ def test_rivals_take_turns_in_balanced_orders_and_the_first_samples_are_dropped(
     assert {m.samples for m in measured.values()} == {plan.max_samples}
 
 
+def test_ours_are_judged_against_the_best_that_is_not_ours_as_well():
+    timer = FakeTimer()
+    rivals = [
+        Contestant(name, timer.call(name, ms), ours=name != "c") for name, ms in (("a", 1.0), ("b", 1.2), ("c", 1.5))
+    ]
+    _, verdicts = measure(rivals, timer=timer, options=MeasureOptions(sustained_s=0, graphs=False))
+    assert {(v.implementation, v.rival) for v in verdicts} == {
+        ("a", "b"),
+        ("a", "c"),
+        ("b", "a"),
+        ("b", "c"),
+        ("c", "a"),
+    }
+
+
 def test_the_same_seed_gives_the_same_order_and_another_seed_another():
     logs = []
     for seed in (3, 3, 4):

@@ -45,6 +45,23 @@ def test_grid_is_the_prototype_s_table(shared):
     assert plain == expected
 
 
+def test_masks_stand_beside_their_plain_shapes_of_the_grid():
+    masks = SUITES["masks"]
+    plain = [w for w in masks if not w.mask and not w.bias]
+    assert {(w.D, w.L) for w in plain} == {(64, 2048), (64, 4096), (128, 2048), (128, 4096)}
+    assert set(plain) <= set(SUITES["grid"]) and len(masks) == 4 * len(plain)
+    biases = [{"bias": "bf16", "bias_shape": shape} for shape in ("Bx1xLxS", "1xHxLxS")]
+    for option in ({"mask": "Bx1xLxS"}, *biases):
+        assert {w.replace(**option) for w in plain} <= set(masks)
+
+
+def test_fp16_stands_beside_bf16():
+    fp16 = SUITES["fp16"]
+    half = {w for w in fp16 if w.dtype == "fp16"}
+    assert {w.replace(dtype="bf16") for w in half} == set(fp16) - half <= set(SUITES["grid"])
+    assert {w.D for w in half} == {64, 128, 256} and {w.causal for w in half} == {None, "top_left"}
+
+
 def test_decode_is_one_query_against_many_keys():
     assert len(SUITES["decode"]) == 5
     assert all(w.L == 1 and w.S > 1 for w in SUITES["decode"])

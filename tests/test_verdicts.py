@@ -93,6 +93,18 @@ def test_each_is_judged_against_the_best_other_one():
     assert found["slow"].sustained_ratio is None
 
 
+def test_ours_are_judged_against_the_best_of_the_others_too():
+    rounds = {"mine": 1.0, "cudnn": 1.5, "also_mine": 1.2, "flash": 1.4}
+    isolated = {name: dict.fromkeys(range(5), ms) for name, ms in rounds.items()}
+    found = [(v.implementation, v.rival) for v in verdicts_of("forward", isolated, {}, {"mine", "also_mine"})]
+    assert found == [
+        ("mine", "also_mine"), ("mine", "flash"), ("cudnn", "mine"), ("also_mine", "mine"), ("also_mine", "flash"),
+        ("flash", "mine"),
+    ]  # fmt: skip
+    alone = verdicts_of("forward", {name: isolated[name] for name in ("mine", "also_mine")}, {}, {"mine", "also_mine"})
+    assert [v.rival for v in alone] == ["also_mine", "mine"]
+
+
 def test_only_rounds_that_hold_both_are_paired_and_a_lone_rival_has_no_verdict():
     isolated = {"a": {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, "b": {0: 2.0, 1: 2.0, 2: 2.0, 9: 0.1}}
     assert verdicts_of("forward", isolated, {})[0].ratio == pytest.approx(0.5)

@@ -185,7 +185,7 @@ def report(
     html: Annotated[Path | None, typer.Option("--html", help="Where the page goes; default beside the first.")] = None,
     ratio: Annotated[
         str | None,
-        typer.Option("--ratio", help="Only this implementation against the best of its rivals, run by run."),
+        typer.Option("--ratio", help="Only this implementation against the best of its rivals, by run and suite."),
     ] = None,
     json: Json = False,
     wide: Wide = False,
@@ -353,10 +353,17 @@ def _show(run: Run, *, json: bool, wide: bool, profiles: bool = False) -> None:
 
 
 def _show_ratios(runs: list[Run], name: str, *, json: bool) -> None:
-    from attnscope.reporting.ratio import ratios_of, render_ratios
+    from attnscope.reporting.ratio import ratios_of
+    from attnscope.reporting.ratio_suites import suites_of
+    from attnscope.reporting.ratio_text import render_evidence
+    from attnscope.reporting.twins import twins_of
 
-    found = ratios_of(runs, name)
-    _print_json(found) if json else typer.echo("\n".join(map(render_ratios, found)), nl=False)
+    found, twins = ratios_of(runs, name), twins_of(runs, name)
+    suites = suites_of(found)
+    if json:
+        _print_json({"runs": found, "suites": suites, "twins": twins})
+    else:
+        typer.echo(render_evidence(found, suites, twins), nl=False)
 
 
 def _write_page(runs: list[Run], path: Path, *, must: bool) -> None:

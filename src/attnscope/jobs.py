@@ -326,6 +326,7 @@ def _contestant(
         prepare_s=prepare_s,
         first_call_ms=first_call_ms,
         workspace_bytes=workspace_bytes(prepared, direction),
+        ours=implementation.sheet.ours,
     )
 
 

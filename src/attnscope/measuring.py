@@ -58,7 +58,7 @@ class Contestant:
     ``rotating_calls`` are the same call over :func:`rotation_count` sets of inputs, or what makes them; for a backward
     through autograd it must be a function, since the forward has to run on the stream that is captured. Without it
     graph replays are warm. ``capturable`` False leaves graphs out. ``compute`` is the sheet's compute precision.
-    ``workspace_bytes`` is scratch memory that it holds for this direction, where it says so.
+    ``workspace_bytes`` is scratch memory that it holds for this direction, where it says so. ``ours`` is the sheet's.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Contestant:
     first_call_ms: float | None = None
     prepare_s: float | None = None
     workspace_bytes: int | None = None
+    ours: bool = False
 
 
 @dataclass
@@ -188,7 +189,9 @@ def measure_rivals(
         if rival.replay is not None:
             rival.replay.close()
     isolated = {rival.name: rival.isolated for rival in rivals}
-    return measured, verdicts_of(direction, isolated, {rival.name: rival.sustained for rival in rivals})
+    sustained = {rival.name: rival.sustained for rival in rivals}
+    ours = {contestant.name for contestant in contestants if contestant.ours}
+    return measured, verdicts_of(direction, isolated, sustained, ours)
 
 
 def _warm_up(bench: _Bench, rival: _Rival, device: Device) -> None:

@@ -25,6 +25,23 @@ def _grid() -> list[str]:
     ]
 
 
+def _masks() -> list[str]:
+    """Shapes of the grid: plain, with a bool mask and with biases that one head or one batch entry holds for all."""
+    return [
+        f"B{TOKENS // L},H{H},L{L},D{D},bf16{option}"
+        for D, H in ((64, 32), (128, 16))
+        for L in (2048, 4096)
+        for option in ("", ",mask=bool", ",bias=bf16:Bx1xLxS", ",bias=bf16:1xHxLxS")
+    ]
+
+
+def _fp16() -> list[str]:
+    """Shapes of the grid in both 16-bit dtypes."""
+    shapes = ((64, 32, 4096, ""), (64, 32, 8192, ",causal"), (128, 16, 4096, ""), (128, 16, 8192, ",causal"),
+              (256, 8, 8192, ",causal"))  # fmt: skip
+    return [f"B{TOKENS // L},H{H},L{L},D{D},{dtype}{mask}" for D, H, L, mask in shapes for dtype in ("bf16", "fp16")]
+
+
 _SPELLED: dict[str, list[str]] = {
     "blog": ["B8,H16,L1024,D64,bf16,causal"],
     "gpt2-forward": ["B8,H12,L1024,D64,fp32,causal,layout=qkv"],
@@ -59,6 +76,8 @@ _SPELLED: dict[str, list[str]] = {
         "B2,H16,L1,S65,D64,bf16",
         "B2,H16,L65,S1,D64,bf16",
     ],
+    "masks": _masks(),
+    "fp16": _fp16(),
     "blog-small": ["B1,H4,L256,D64,bf16,causal"],
     "gpt2-small": ["B1,H4,L256,D64,fp32,causal,layout=qkv"],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from attnscope.records import Verdict
 from attnscope.units import median, quantile
@@ -86,18 +86,22 @@ def verdicts_of(
     direction: str,
     isolated: Mapping[str, Mapping[int, float]],
     sustained: Mapping[str, Mapping[int, float]],
+    ours: Collection[str] = (),
 ) -> list[Verdict]:
     """Each rival against the best other one, by median isolated time. Times are by name, then by round or block.
 
-    A rival without a sustained time is judged on isolated rounds alone.
+    Who is among ``ours`` is also judged against the best one that is not, so that two kernels of our own never stand
+    beside each other alone. A rival without a sustained time is judged on isolated rounds alone.
     """
     ranked = sorted(isolated, key=lambda name: median(list(isolated[name].values())))
     found = []
     for name in isolated:
-        rival = next((other for other in ranked if other != name), None)
-        pairs = _pairs(isolated, name, rival) if rival else []
-        if rival and pairs:
-            found.append(verdict_on(direction, name, rival, pairs, _pairs(sustained, name, rival)))
+        best = next((other for other in ranked if other != name), None)
+        theirs = next((other for other in ranked if other not in ours), None) if name in ours else None
+        for rival in dict.fromkeys((best, theirs)):
+            pairs = _pairs(isolated, name, rival) if rival else []
+            if rival and pairs:
+                found.append(verdict_on(direction, name, rival, pairs, _pairs(sustained, name, rival)))
     return found
 
 

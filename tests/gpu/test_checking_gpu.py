@@ -15,6 +15,7 @@ from attnscope.implementation import find, names
 from attnscope.implementations.sdpa import SdpaFlash
 from attnscope.inputs import make_inputs
 from attnscope.workload import Workload
+from card_contract import told_of_each
 from saboteurs import FULL, GROUPED, HALF, PLAIN, STYLES, Tiled, all_mutants
 
 pytestmark = [
@@ -119,17 +120,9 @@ def test_a_sample_of_the_saboteurs_is_killed(gpu):
     ],
 )  # fmt: skip
 def test_real_implementations_pass(gpu, text):
-    workload, cache, ran, failed = Workload.parse(text), ReferenceCache(), 0, []
-    for name in names("all"):
-        implementation = find(name)
-        directions = [d for d in ("forward", "backward") if not implementation.reasons_unsupported(workload, gpu, d)]
-        if not directions or "compiled" in name:
-            continue
-        result = check_implementation(implementation, workload, gpu, directions=directions, cache=cache)
-        ran += 1
-        if not result.passed:
-            failed.append(f"{name}: {result.message}")
-    assert ran >= 3 and not failed, "\n".join(failed)
+    chosen = [find(name) for name in names("all") if "compiled" not in name]
+    passed, failed = told_of_each(chosen, Workload.parse(text), gpu)
+    assert len(passed) >= 3 and not failed, "\n".join(["", "FAILED", *failed, "passed", *passed])
 
 
 @pytest.mark.serial

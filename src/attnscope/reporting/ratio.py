@@ -1,21 +1,22 @@
 """Stage 7: one implementation against the best of its rivals, workload by workload, of one run.
 
-Reads Run, writes Ratios and their text. Must import neither torch nor a stage. Only times of the same run are divided
-by each other. A ratio is the rival's figure over the implementation's: above 1 the implementation is better.
+Reads Run, writes Ratios; ratio_suites.py sums them up by suite, ratio_text.py makes them text. Must not import torch.
+Only figures of the same run are divided by each other. A ratio is the rival's figure over the implementation's: above 1
+the implementation is better.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attnscope.errors import UnknownName, UsageError
 from attnscope.records import Measurement, Result, Run
 from attnscope.reporting import words
-from attnscope.units import MISSING, format_ms
 
-WORDS = {"faster": "faster", "slower": "slower", "same": "same", "too close to call": "too close"}
+VERDICTS = ("faster", "same", "too close to call", "slower")
+NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class RatioRow:
 
     ``rival`` is the fastest by isolated time, ``ratio_low`` and ``ratio_high`` the verdict's interval, where a verdict
     between the two is recorded; ``noise_fraction`` the larger of both. ``sustained_rival`` and ``energy_rival`` are
-    the best by those figures, which may be others.
+    the best by those figures, which may be others. ``host_us`` is the implementation's own time on the host.
+    ``absent`` are (rival, why) of those that the run timed elsewhere and not here: the best may be among them.
     """
 
     workload: str
@@ -41,6 +43,8 @@ class RatioRow:
     sustained_ratio: float | None = None
     energy_rival: str | None = None
     energy_ratio: float | None = None
+    host_us: float | None = None
+    absent: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,29 +58,15 @@ class NoRatio:
 
 @dataclass(frozen=True)
 class Ratios:
-    """All of one run. ``geometric_mean`` is of the isolated ratios; the others of what is recorded, else None."""
+    """All of one run: ``without`` are workloads that one side did not run, ``untimed`` rivals without any time."""
 
     implementation: str
     device: str
     created: str
     rivals: tuple[str, ...]
+    untimed: tuple[str, ...]
     rows: tuple[RatioRow, ...]
     without: tuple[NoRatio, ...]
-    geometric_mean: float | None
-    geometric_mean_sustained: float | None
-    geometric_mean_energy: float | None
-    verdicts: dict[str, int]
-
-    @property
-    def worst(self) -> RatioRow | None:
-        """The row of the lowest isolated ratio."""
-        return min(self.rows, key=lambda row: row.ratio, default=None)
-
-    @property
-    def worst_sustained(self) -> RatioRow | None:
-        """The row of the lowest sustained ratio."""
-        told = [row for row in self.rows if row.sustained_ratio is not None]
-        return min(told, key=lambda row: row.sustained_ratio or 0.0, default=None)
 
 
 def ratios_of(runs: Sequence[Run], name: str) -> list[Ratios]:
@@ -101,38 +91,46 @@ def ratios_of(runs: Sequence[Run], name: str) -> list[Ratios]:
 
 def _of_run(run: Run, name: str) -> Ratios:
     rows, without = [], []
+    timed = {direction: _rivals_timed(run, name, direction) for direction in run.modes}
     for workload in run.workloads:
         results = run.for_workload(workload)
         mine = next((result for result in results if result.implementation == name), None)
         for direction in run.modes if mine is not None else ():
             assert mine is not None
-            row = _row(results, mine, direction)
+            row = _row(results, mine, direction, timed[direction])
             if isinstance(row, RatioRow):
                 rows.append(row)
             elif row:
                 without.append(NoRatio(workload, direction, row))
-    said = [row.verdict or "not recorded" for row in rows]
+    ours = any(result.ours for result in run.results if result.implementation == name)
+    others = dict.fromkeys(r.implementation for r in run.results if not (ours and r.ours) and r.implementation != name)
+    seen = {rival for rivals in timed.values() for rival in rivals}
     return Ratios(
         implementation=name,
         device=str(run.device),
         created=run.created,
-        rivals=tuple(dict.fromkeys(row.rival for row in sorted(rows, key=lambda row: row.rival))),
+        rivals=tuple(sorted({row.rival for row in rows})),
+        untimed=tuple(other for other in others if other not in seen),
         rows=tuple(rows),
         without=tuple(without),
-        geometric_mean=geometric_mean([row.ratio for row in rows]),
-        geometric_mean_sustained=geometric_mean([r.sustained_ratio for r in rows if r.sustained_ratio is not None]),
-        geometric_mean_energy=geometric_mean([r.energy_ratio for r in rows if r.energy_ratio is not None]),
-        verdicts={word: said.count(word) for word in (*WORDS, "not recorded") if word in said},
     )
 
 
-def _row(results: list[Result], mine: Result, direction: str) -> RatioRow | str:
+def _rivals(results: Sequence[Result], mine: str, ours: bool, direction: str) -> list[Result]:
+    """Right, comparable, timed, and not ours where the implementation is; fastest first."""
+    ranked = words.ranked(results, direction)
+    return [result for result in ranked if result.implementation != mine and not (ours and result.ours)]
+
+
+def _rivals_timed(run: Run, name: str, direction: str) -> tuple[str, ...]:
+    """Names of the rivals that have a time on any workload of the run."""
+    ours = any(result.ours for result in run.results if result.implementation == name)
+    return tuple(dict.fromkeys(r.implementation for r in _rivals(run.results, name, ours, direction)))
+
+
+def _row(results: list[Result], mine: Result, direction: str, timed: tuple[str, ...]) -> RatioRow | str:
     """The row; or a sentence why there is none, empty where the direction is nobody's business."""
-    rivals = [
-        result
-        for result in words.ranked(results, direction)
-        if result.implementation != mine.implementation and not (mine.ours and result.ours)
-    ]
+    rivals = _rivals(results, mine.implementation, mine.ours, direction)
     m = mine.measurement(direction)
     if m is None:
         return _why_no_time(mine, direction) if rivals else ""
@@ -160,6 +158,21 @@ def _row(results: list[Result], mine: Result, direction: str) -> RatioRow | str:
         sustained_ratio=sustained / mine_sustained if sustained and mine_sustained else None,
         energy_rival=energy_rival if mine_energy else None,
         energy_ratio=energy / mine_energy if energy and mine_energy else None,
+        host_us=m.wall_us_median,
+        absent=_absent(results, rivals, timed, direction),
+    )
+
+
+def _absent(
+    results: list[Result], rivals: list[Result], timed: tuple[str, ...], direction: str
+) -> tuple[tuple[str, str], ...]:
+    """(name, why) of rivals that the run timed on other workloads and not on this one."""
+    here = {rival.implementation for rival in rivals}
+    by_name = {result.implementation: result for result in results}
+    return tuple(
+        (name, _why_no_time(by_name[name], direction) if name in by_name else "did not take part")
+        for name in timed
+        if name not in here
     )
 
 
@@ -181,81 +194,11 @@ def _why_no_time(mine: Result, direction: str) -> str:
         return "skipped: " + "; ".join(mine.reasons[direction])
     if mine.status == "check_failed":
         return "wrong"
+    if mine.status == "approximate":
+        return "approximate"
     return f"failed: {mine.error.splitlines()[0]}" if mine.error else "not timed"
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:
     """exp of the mean of the logarithms; None of nothing."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-
-
-# --- as text ----------------------------------------------------------------------------------------------------------
-
-
-def render_ratios(ratios: Ratios) -> str:
-    """A line a workload, then means, the worst shape, and the verdicts, as plain text."""
-    lines = [
-        f"{words.clean(ratios.implementation)} against its best rival of the same run, "
-        f"on {words.clean(ratios.device)}, {_when(ratios)}",
-        "(rival's figure / its own: above 1 it is better)",
-        "",
-    ]
-    head = ("", "time", "best rival", "ratio", "noise", "verdict", "sustained", "energy")
-    table = [head, *(_cells(row) for row in ratios.rows)]
-    if ratios.rows:
-        widths = [max(len(line[place]) for line in table) for place in range(len(head))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-        ]
-    lines += ["", *_totals(ratios)]
-    return "\n".join(lines) + "\n"
-
-
-def _when(ratios: Ratios) -> str:
-    """The day and the time of the run."""
-    return words.clean(ratios.created[:16].replace("T", " "))
-
-
-def _cells(row: RatioRow) -> tuple[str, ...]:
-    return (
-        f"{row.workload} {row.direction}",
-        format_ms(row.time_ms),
-        row.rival,
-        _ratio(row.ratio),
-        words.format_noise(row.noise_fraction),
-        MISSING if row.verdict is None else WORDS[row.verdict],
-        _ratio(row.sustained_ratio, row.sustained_rival, row.rival),
-        _ratio(row.energy_ratio, row.energy_rival, row.rival),
-    )
-
-
-def _ratio(value: float | None, against: str | None = None, rival: str | None = None) -> str:
-    """``1.05``; with the rival's name where it is another than the row's."""
-    if value is None:
-        return MISSING
-    return f"{value:.3f}" + (f" ({against})" if against != rival else "")
-
-
-def _totals(ratios: Ratios) -> Iterator[str]:
-    means = [
-        f"{_ratio(mean)} {word}"
-        for mean, word in (
-            (ratios.geometric_mean, "isolated"),
-            (ratios.geometric_mean_sustained, "sustained"),
-            (ratios.geometric_mean_energy, "energy"),
-        )
-        if mean is not None
-    ]
-    if ratios.rows:
-        yield f"geometric mean of {len(ratios.rows)}: {', '.join(means)}"
-    for worst, word in ((ratios.worst, "isolated"), (ratios.worst_sustained, "sustained")):
-        if worst is not None:
-            value, rival = (
-                (worst.ratio, worst.rival) if word == "isolated" else (worst.sustained_ratio, worst.sustained_rival)
-            )
-            yield f"worst {word}: {_ratio(value)} against {rival}, {worst.workload} {worst.direction}"
-    if ratios.verdicts:
-        yield "verdicts: " + ", ".join(f"{count} {word}" for word, count in ratios.verdicts.items())
-        yield f'"slower": {ratios.verdicts.get("slower", 0)}'
-    for left in ratios.without:
-        yield f"no ratio: {left.workload} {left.direction}: {words.clean(left.reason)}"

@@ -1,0 +1,49 @@
+"""Runs our Hopper kernels once at small sizes: ``compute-sanitizer --tool racecheck python THIS``.
+
+Sizes are small and cover the paths: several tiles a block, a last tile that is cut, masks at both ends, the table of
+tiles, keys split over programs. Outputs are not read: what TMA stored, initcheck does not know as written.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from attnscope.device import find_device
+from attnscope.implementation import find
+from attnscope.implementations.hopper.decode import DecodeKernel
+from attnscope.inputs import make_inputs
+from attnscope.workload import Workload
+
+PREFILL = {
+    "hopper": [
+        "B2,H4/2,L200,S333,D64,bf16,causal=bottom_right,sinks,layout=blhd",
+        "B3,H2,L130,S190,D80,bf16,lengths=190/7/0",
+        "B1,H2,L200,D256,bf16,window=50",
+    ],
+    "hopper_cuda": ["B2,H4/2,L200,S333,D128,bf16,causal=bottom_right,layout=blhd", "B1,H2,L200,D64,bf16"],
+}
+DECODING = [("B2,H8/2,L1,S700,D128,bf16", 3), ("B2,H4,L3,S130,D64,bf16,causal=bottom_right", 1)]
+
+
+def main() -> None:
+    device, wanted = find_device("cuda"), sys.argv[1:]
+    for name, texts in PREFILL.items():
+        for text in texts if not wanted or name in wanted else ():
+            workload = Workload.parse(text)
+            prepared = find(name).prepare(workload, device)
+            prepared.forward(make_inputs(workload, device))
+            torch.cuda.synchronize()
+            print(name, text, "ran", flush=True)
+    for text, splits in DECODING if not wanted or "decode" in wanted else ():
+        workload = Workload.parse(text)
+        kernel = DecodeKernel(workload, device, splits=splits)
+        kernel.compile()
+        kernel.forward(make_inputs(workload, device))
+        torch.cuda.synchronize()
+        print("decode", text, "ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()
