@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnscope import ladder_views as views
-from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, RUNGS
+from attnscope.implementations.cuda_ladder import all_rungs
 from attnscope.ladder import SOFTMAX_PARTS, LadderRow, LadderRun
 from attnscope.units import format_bytes, format_ms, format_number
 
@@ -38,8 +38,20 @@ def load(root: Path) -> dict[str, LadderRun]:
 
 def registered_only(run: LadderRun) -> LadderRun:
     """Without the variants that only settle claims."""
-    known = {rung.rung for rung in (*RUNGS[run.direction], *LIBRARY_RUNGS[run.direction])}
+    known = {rung.rung for rung in all_rungs(run.direction)}
     return replace(run, rows=tuple(row for row in run.rows if row.rung in known))
+
+
+def with_every_rung(run: LadderRun) -> LadderRun:
+    """Without those variants, and with a row that says so for each rung that the record does not have."""
+    there = registered_only(run)
+    recorded = {row.rung for row in there.rows}
+    missing = tuple(
+        LadderRow(rung.rung, rung.name, 0, run.workload, reasons=("not recorded",))
+        for rung in all_rungs(run.direction)
+        if rung.rung not in recorded
+    )
+    return replace(there, rows=there.rows + missing)
 
 
 # --- the article's claims ---------------------------------------------------------------------------------------------
@@ -156,7 +168,7 @@ def texts(runs: dict[str, LadderRun], root: Path) -> dict[Path, str]:
     """What each page ought to be."""
     readme, guide = (root / TABLES).read_text(), (root / GUIDE).read_text()
     for run in runs.values():
-        readme = views.with_table(registered_only(run), readme, TABLES.name)
+        readme = views.with_table(with_every_rung(run), readme, TABLES.name)
     guide = BLOCK.sub(lambda found: found[1] + claims(runs) + found[3], guide)
     return {TABLES: readme, GUIDE: guide}
 

@@ -145,6 +145,74 @@ def test_float32_is_given_the_worst_order_of_summation():
         assert rms_of((error / deviation)[deviation > 0]) < 1, name
 
 
+def head_by_head(inputs, rounded):
+    """What each head of a group gives to dk and dv, (B, G, S, .), rounded to the inputs' type if ``rounded``."""
+    w = inputs.workload
+    repeated = dataclasses.replace(
+        inputs, workload=w.replace(H_kv=w.H), k=inputs.k.expand(-1, w.H, -1, -1), v=inputs.v.expand(-1, w.H, -1, -1)
+    )
+    truth = compute_attention(repeated)
+    kept = inputs.k.dtype if rounded else torch.float64
+    return {name: getattr(truth, name).to(kept).double() for name in ("dk", "dv")}
+
+
+@pytest.mark.parametrize("rounds", [frozenset(), frozenset({"sums"})], ids=["repeated keys", "one stored sum"])
+def test_the_model_knows_that_a_group_s_heads_are_rounded_before_they_are_added(rounds):
+    """On shifted inputs the heads' shares are large and cancel: what rounding them costs does not show in their sum."""
+    inputs = make_inputs(Workload.parse("B1,H16/1,L7,S160,D56,bf16"), CPU, 3, "shifted")
+    model = ErrorModel(inputs, Roundoff.of(inputs, "fp32", rounds), True)
+    truth = model.run().tensors()
+    for name, heads in head_by_head(inputs, rounded=not rounds).items():
+        total = heads.sum(1, keepdim=True)
+        if rounds:  # added one after the other
+            total = torch.zeros_like(total)
+            for head in heads.split(1, 1):
+                total = (total + head).to(inputs.k.dtype).double()
+        ratio = row_norms(name, total - truth[name]) / row_norms(name, model.variance[name].sqrt())
+        assert 0.3 < rms_of(ratio) < 1 and ratio.max() < budgets.MODEL_FACTOR, name
+
+
+def test_the_model_knows_that_a_bias_of_one_number_a_row_has_a_rounded_gradient_for_each_key():
+    """A row's bias as an ``attn_mask`` in the inputs' type; where all rows have the same dO, a key's sum is large."""
+    inputs = make_inputs(Workload.parse("B1,H8/1,L128,S96,D64,fp16,bias=fp32:BxHx1x1"), CPU, 3)
+    inputs.grad_out = inputs.grad_out[:, :, :1].expand_as(inputs.grad_out)
+    truth = compute_attention(inputs.__class__(**vars(inputs) | {"bias": inputs.bias.expand(-1, -1, -1, 96)}))
+    rounded = truth.dbias.to(inputs.q.dtype).double().sum(-1, keepdim=True)
+    for rounds, fits in ((frozenset({"bias"}), True), (frozenset(), False)):
+        model = ErrorModel(inputs, Roundoff.of(inputs, "fp32", rounds), True)
+        exact = model.run().dbias
+        assert (rms_of((rounded - exact).abs() / model.variance["dbias"].sqrt()) < 1.5) == fits
+
+
+def test_a_slope_is_known_better_than_one_is():
+    """A float64 result is off by less on average than 2**-53, beside which 1 has no neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(4001, generator=generator, dtype=torch.float64)
+    x = truth.clone()
+    x[7] = truth[7] * (1 + 2.0**-40)
+    exact = (x[7] - truth[7]).item() * truth[7].item() / truth.square().sum().item()
+    assert budgets.slope_of(x, truth) == pytest.approx(exact, rel=1e-12)
+    x[7] = torch.nextafter(truth[7], x[7])
+    assert 0 < budgets.slope_of(x, truth) < 2.0**-60
+
+
+def test_one_key_in_float64_has_a_truth_of_rounding_errors():
+    """dq and dk are 0; the truth's are not, and a kernel that gives 0 is no worse than one that errs otherwise."""
+    _, expected = expectation("B16384,H1,L1,D8,fp64", compute="fp64")
+    zeros = {name: torch.zeros_like(expected.truth[name]) for name in ("dq", "dk")}
+    assert expected.truth["dq"].any() and all(found.passed for found in judge(zeros, expected))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_a_scale_may_be_rounded(dtype):
+    """The root of 1/8 is rounded up: where q and k are each multiplied by it, all of dq and dk is too large."""
+    inputs, expected = expectation(f"B16384,H1,L2,D8,{dtype}", compute=dtype)
+    unit = torch.finfo(inputs.q.dtype).eps / 2
+    for factor, passes in ((1 + 2 * unit, True), (1 + 5 * unit, False)):
+        scaled = {name: expected.truth[name] * factor for name in ("dq", "dk")}
+        assert all(found.passed == passes for found in judge(scaled, expected)), factor
+
+
 def test_rounding_to_nearest_errs_by_the_rms_that_the_model_assumes():
     numbers = torch.exp(torch.linspace(0, 20, 200_001, dtype=torch.float64))
     relative = (numbers.bfloat16().double() - numbers) / numbers

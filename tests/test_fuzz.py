@@ -266,6 +266,27 @@ def test_a_failure_that_needs_the_cases_before_it_says_so(fuzz: Any) -> None:
     assert failure.command == "attnscope fuzz forgetful --seed 0 --case 0..3 --device cpu"
 
 
+def test_a_spelled_case_that_fails_once_and_then_passes_says_so(fuzz: Any) -> None:
+    prepared: list[Workload] = []
+
+    class Moody(Good):
+        name = "moody"
+
+        def prepare(self, workload: Workload, device: Device) -> Any:
+            prepared.append(workload)
+            if len(prepared) == 1:
+                raise RuntimeError("not today")
+            return GoodPrepared()
+
+    report = fuzz(Moody(), case="B1,H1,L2,D8,fp32 seed=3")
+    (failure,) = report.failures
+    assert failure.note.startswith("did not fail again in a fresh process: it depends on chance")
+    assert failure.command == "attnscope fuzz moody --seed 0 --case 'B1,H1,L2,D8,fp32 seed=3' --device cpu"
+    prepared.clear()
+    (first,) = fuzz(Moody(), cases=2).failures  # nothing in its batch ran before it
+    assert first.note == failure.note and first.case.index == 0
+
+
 def test_a_sheet_that_refuses_everything_is_not_green(fuzz: Any) -> None:
     class Refuses(SheetImplementation):
         name, summary, sheet = "refuses", "refuses all", SHEET

@@ -226,12 +226,80 @@ def test_tf32_is_put_back():
 
 def test_rungs_are_selected_in_order():
     assert [rung.rung for rung in ladder.find_rungs("backward", "v8,v1,backward_v2")] == ["v1", "v2", "v8"]
-    last = [rung.rung for rung in cuda_ladder.LIBRARY_RUNGS["forward"]]
+    last = ["v10", "v11", "v12_hopper"]
     assert [rung.rung for rung in ladder.find_rungs("forward", None)] == [*(r.rung for r in RUNGS["forward"]), *last]
+    assert {way: [type(rung) for rung in ladder.find_rungs(way, None)] for way in RUNGS} == {
+        way: list(cuda_ladder.all_rungs(way)) for way in RUNGS
+    }
     with pytest.raises(UnknownName, match="did you mean"):
         ladder.find_rungs("forward", "v7_mmma")
     with pytest.raises(UsageError, match="forward or backward"):
         ladder.find_rungs("sideways", None)
+
+
+# --- the last rung of the forward, whose kernel is hopper_cuda's ------------------------------------------------------
+
+
+@pytest.fixture
+def last_rung(emulated, monkeypatch):
+    """V12 on the emulator, with a configuration that is quick to compile for a CPU."""
+    from attnscope.implementations.hopper_cuda import configurations, launching
+
+    monkeypatch.setattr(launching, "encode", emulated.encode_tensor_map)
+    monkeypatch.setattr(launching, "bind", emulated.bind)
+    small = configurations.Configuration(2, 64, 2, slack=8, schedule="table", query_slots=2)
+    monkeypatch.setattr(configurations, "usual", lambda workload: small)
+    return cuda_ladder.ForwardV12Hopper()
+
+
+def test_the_last_rung_is_the_kernel_of_hopper_cuda_alone(emulated, last_rung):
+    workload = ladder.workload_for(last_rung, Workload.parse("B1,H2,L97,D64,fp32,causal,layout=qkv"), HOPPER)
+    assert str(workload) == "B1,H2,L97,D64,bf16,causal,layout=qkv"
+    inputs = make_inputs(workload, find_device("cpu"), 1, "needles")
+    truth, prepared = compute_attention(inputs), last_rung.prepare(workload, emulated.DEVICE)
+    output = prepared.new_output(inputs)
+    (step,) = prepared.steps(inputs, output)
+    step.run()
+    whole = prepared.forward(inputs)
+    for found in (output, whole):
+        assert ((found.out.double() - truth.out).abs() / (truth.scales["out"] + 1e-12)).max() < 1e-2
+        assert (found.lse.double() - truth.lse).abs().max() < 1e-4 and found.lse.dtype == torch.float32
+    assert step.name == "hopper_cuda" and torch.equal(output.out, whole.out) and output.out is not whole.out
+
+
+@pytest.mark.parametrize("text", ["B0,H2,L8,D64,bf16,causal", "B1,H2,L0,D64,bf16,causal"])
+def test_the_last_rung_computes_nothing_of_nothing(text, last_rung):
+    workload = Workload.parse(text)
+    prepared = last_rung.prepare(workload, HOPPER)
+    inputs = make_inputs(workload, find_device("cpu"))
+    output = prepared.forward(inputs)
+    assert output.out.shape == (workload.B, 2, workload.L, 64) and output.lse.shape == output.out.shape[:3]
+    assert prepared.steps(inputs, output) == []
+
+
+def test_the_last_rung_claims_what_its_kernel_s_implementation_claims():
+    from attnscope import implementation
+
+    mine, its = cuda_ladder.ForwardV12Hopper(), implementation.find("hopper_cuda")
+    ladder_s = {"features": mine.sheet.features}
+    assert mine.sheet.features < its.sheet.features
+    assert vars(mine.sheet) == vars(its.sheet) | ladder_s
+    for text in ("H1,L8,D64,bf16,causal,scale=-1", f"H1,L{2**29 + 1},D64,bf16,causal"):
+        workload = Workload.parse(text)
+        assert mine.reasons_unsupported(workload, HOPPER) == its.reasons_unsupported(workload, HOPPER) != []
+    assert mine.reasons_unsupported(Workload.parse("H1,L8,D64,bf16"), HOPPER) == ["computes causal attention only"]
+    assert any("older than" in r or "newer" in r for r in mine.sheet.device_reasons(TURING))
+    with pytest.raises(UsageError, match="block size must be one of 0, got 64"):
+        mine.prepare(Workload.parse("H1,L8,D64,bf16,causal"), HOPPER, block_size=64)
+
+
+def test_a_rung_that_no_record_has_is_shown_as_not_recorded(run):
+    whole = ladder_figures.with_every_rung(run)
+    assert [row.rung for row in whole.rows][:4] == ["v1", "v7", "v7", "v8"]
+    assert {row.rung for row in whole.rows} == {rung.rung for rung in cuda_ladder.all_rungs("backward")}
+    text = ladder_views.markdown_table(whole)
+    assert "| v9_fused | – | – |" in text and "`v9_fused`: not recorded." in text
+    assert "`v8`@64: its check failed: dq." in text
 
 
 def test_claims_bring_variants():

@@ -74,6 +74,21 @@ def test_the_child_survives_an_exception_and_keeps_its_state(worker):
     assert call(worker, "pid") == first != os.getpid()
 
 
+def lose_the_device(*, report):
+    """As after a CUDA fault: finding out that nothing works any more takes a while, then the child ends."""
+    import sys
+
+    sys.modules["__main__"]._device_is_lost = lambda: time.sleep(0.2) or True
+    raise RuntimeError("an illegal memory access")
+
+
+def test_the_end_of_a_child_that_lost_its_device_is_not_told_to_the_next_call(worker):
+    first = call(worker, "pid")
+    with pytest.raises(RemoteError, match="illegal memory access"):
+        call(worker, "lose_the_device")
+    assert call(worker, "pid") != first
+
+
 def test_a_death_is_told_with_its_last_words_and_the_next_call_gets_a_new_child(worker):
     first = call(worker, "pid")
     with pytest.raises(WorkerFailed, match=r"exit code 7(.|\n)*last words"):

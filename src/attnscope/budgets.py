@@ -143,9 +143,14 @@ def row_norms(name: str, tensor: Tensor) -> Tensor:
 
 
 def slope_of(x: Tensor, truth: Tensor) -> float | None:
-    """|<x, r> / <r, r> - 1|, or None where r is 0."""
-    square = truth.double().square().sum().item()
-    return None if square == 0 else abs((x.double() * truth).sum().item() / square - 1)
+    """|<x, r> / <r, r> - 1|, or None where r is 0.
+
+    Taken from x - r, which is exact where the two are near each other: <x, r> / <r, r> itself is known to 2**-53 only,
+    which is more than a float64 result of thousands of rows may be off by on average.
+    """
+    truth = truth.double()
+    square = truth.square().sum().item()
+    return None if square == 0 else abs(((x.double() - truth) * truth).sum().item() / square)
 
 
 def rms_bound(ratios: Tensor) -> float:
@@ -188,18 +193,27 @@ def _row_budget(name: str, exact: Tensor, twin: Tensor, scale: Tensor, model: Er
 
 
 def _slope_budget(name: str, exact: Tensor, twin: Tensor, deviation: Tensor, model: ErrorModel) -> float:
-    """1.5 x the twin's, or chance, whichever is larger; and what a fair rounding in one direction may add."""
+    """1.5 x the twin's, or chance, whichever is larger; and what a fair rounding in one direction may add.
+
+    The scale is a rounded constant, which errs in all of dq and dk alike: once, or twice where q and k are each
+    multiplied by its root. A truth whose own error e is no smaller than the kernel's is not independent of it:
+    <x - r, r> holds -<e, e>, all there is where r is 0 but for rounding (one key, in float64).
+    """
     roundoff, w = model.roundoff, model.w
     slope = slope_of(twin, exact)
     if slope is None:
         return 0.0
     norms = row_norms(name, exact)
-    chance = (deviation * norms).square().sum().sqrt().item() / norms.square().sum().item()
+    square = norms.square().sum().item()
+    chance = (deviation * norms).square().sum().sqrt().item() / square
     # a tensor core truncates each sum of 16 products; a rounding step of storage is biased by a part of its unit
     drift = roundoff.arithmetic * max(w.S, w.L) / 8 + roundoff.storage / 2 + roundoff.scores / 2 + 4 * roundoff.operand
+    if w.dtype == "fp64":
+        drift += deviation.square().sum().item() / square
     before, after = model.cap_squares.tolist()
-    if name in ("dq", "dk") and before:
-        drift += model.cap_error * math.sqrt(before / max(after, TINY_RESULT))
+    if name in ("dq", "dk"):
+        drift += 2 * roundoff.arithmetic
+        drift += model.cap_error * math.sqrt(before / max(after, TINY_RESULT)) if before else 0.0
     return max(SPREAD_FACTOR * slope, MODEL_FACTOR * chance) + drift
 
 
@@ -229,11 +243,25 @@ class ErrorModel(Work):
         self.cap_error = 2 * (TANH_ERROR if roundoff.half else roundoff.arithmetic)
         self.cap_squares = self.result.out.new_zeros(2)  # of dS before and after softcap's derivative
         self.variance = {name: tensor.new_zeros(tensor.shape) for name, tensor in self.result.tensors().items()}
+        self.by_key = self._empty_by_key()
+
+    def _empty_by_key(self) -> Tensor | None:
+        """Of what a bias of one number a row has as its gradient where it is added as the inputs' type is: it is
+        expanded over keys, of which each has its sum rounded before all are added. None where nothing is summed before
+        that rounding, or there is none."""
+        bias = self.inputs.bias
+        if bias is None or not self.roundoff.added or not self.backward or bias.shape[-1] != 1:
+            return None
+        summed = bias.shape[:-1] != (self.w.B, self.w.H, self.w.L)
+        return bias.new_zeros((*bias.shape[:-1], self.w.S), dtype=self.options["dtype"]) if summed else None
 
     def load_units(self, units: list[tuple[int, int]]) -> None:
-        """The units, and empty sums for the variance of their dk and dv."""
+        """The units, and empty sums: of the variance of their dk and dv, and of what each head gives to those."""
         super().load_units(units)
-        self.sums = {"dk": self.parts["dk"].clone(), "dv": self.parts["dv"].clone()}
+        self.sums = {name: self.parts[name].clone() for name in ("dk", "dv")}
+        self.heads = {
+            name: part[:, None].repeat(1, self.w.group, 1, 1) for name, part in self.sums.items() if self.w.group > 1
+        }
 
     def observe(self, rows: slice, columns: slice, chunk: Chunk) -> None:
         """Adds this chunk's variances."""
@@ -276,13 +304,15 @@ class ErrorModel(Work):
         if r.operand:
             pair += p.square() * 2 * r.operand**2 * (grad.square() @ v[:, None].square().transpose(-1, -2))
         self._add_bias(self.variance.get("dbias"), *self._bias_variance(c, pair, delta, common), rows, columns)
+        self._add_bias(self.by_key, c.grad_s, rows, columns)
         self._add_sinks(self.variance.get("dsinks"), *self._dsinks_variance(c, delta, common))
         cap = 1.0 if c.cap is None else c.cap
         raw = c.grad_s * cap
-        # twice where one head's dk of a group is rounded; once more where sums are rounded, for each tile
-        steps = 2 if self.w.group > 1 else 1
+        for name, heads in self.heads.items():
+            heads[:, :, columns] += getattr(c, name)
+        # once more where sums are rounded, for each tile
         key_tiles, row_tiles = (n / SUMMED_ROWS if r.sums else 0.0 for n in (self.w.S, self.w.L))
-        pair = pair * cap**2 + steps * r.stored(raw)
+        pair = pair * cap**2 + r.stored(raw)
         if c.cap is not None:  # 1 - tanh^2 cancels where tanh is near 1
             pair += (self.cap_error * c.grad_s).square()
             self.cap_squares += torch.stack([c.grad_s.square().sum(), raw.square().sum()])
@@ -295,7 +325,7 @@ class ErrorModel(Work):
         self._add("dq", rows, dq.square() * common + (1 + key_tiles) * self._result(dq))
         pair = pair + (p * cap).square() * delta + raw.square() * common + row_tiles * r.stored(raw)
         self.sums["dk"][:, columns] += (pair.transpose(-1, -2) @ q.square()).sum(1) * scale2
-        value = rounded + (steps - 1 + row_tiles) * r.stored(c.weights) + c.weights.square() * (spread + common)
+        value = rounded + row_tiles * r.stored(c.weights) + c.weights.square() * (spread + common)
         self.sums["dv"][:, columns] += (value.transpose(-1, -2) @ grad.square()).sum(1)
 
     def _score_variance(self, c: Chunk, q: Tensor, k: Tensor) -> Tensor:
@@ -324,6 +354,7 @@ class ErrorModel(Work):
         return self.roundoff.stored(tensor) + (2 * self.roundoff.operand * tensor).square()
 
     def _bias_variance(self, c: Chunk, pair: Tensor, delta: Tensor, common: Tensor) -> tuple[Tensor]:
+        """Of each pair's dS as it is added up in dbias; of each row's, where a row has one bias."""
         variance = pair + self.roundoff.stored(c.grad_s) + c.grad_s.square() * common
         if self.inputs.bias is not None and self.inputs.bias.shape[-1] == 1:
             # delta's error is the same along the row, so that it adds up
@@ -356,11 +387,29 @@ class ErrorModel(Work):
         """Puts the sums of dk and dv into ``variance``, with the rounding of the result."""
         super().store_units()
         for name in ("dk", "dv") if self.backward else ():
-            tiles = 1 + (self.w.L / SUMMED_ROWS if self.roundoff.sums else 0)
-            self.variance[name][self.b, self.kv] = self.sums[name] + tiles * self._result(self.parts[name])
+            self.variance[name][self.b, self.kv] = self.sums[name] + self._summed(name)
+
+    def _summed(self, name: str) -> Tensor:
+        """Variance of the roundings of the sum dk or dv, (n, S, .).
+
+        Keys may be repeated for a group of G heads: then each head's sum d is stored, and their sum F. Who rounds his
+        sums adds head after head to one stored sum. The heads' order is his; over all orders the first m have a mean
+        square of (m (G - m) sum(d^2) + m (m - 1) F^2) / (G (G - 1)), and m from 1 to G give (G + 1) (sum(d^2) / 6 +
+        F^2 / 3). That many times over, if there are several tiles of rows.
+        """
+        total, G = self._result(self.parts[name]), self.w.group
+        tiles = self.w.L / SUMMED_ROWS if self.roundoff.sums else 0.0
+        if G == 1:
+            return (1 + tiles) * total
+        heads = self._result(self.heads[name]).sum(1)
+        if not tiles:
+            return heads + total
+        return heads + total + (1 + tiles) * (G + 1) * (heads / 6 + total / 3)
 
     def finish(self) -> Attention:
         """The truth; adds the rounding of dbias and dsinks."""
+        if self.by_key is not None:
+            self.variance["dbias"] += self.roundoff.stored(self.by_key).sum(-1, keepdim=True)
         for name, unit in (("dbias", self.roundoff.grad_bias), ("dsinks", self.roundoff.grad_sinks)):
             if name in self.variance:
                 self.variance[name] += (unit * getattr(self.result, name)).square()

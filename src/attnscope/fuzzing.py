@@ -286,7 +286,16 @@ class _Fuzz:
 
     def _passes_alone(self, ran: _Ran) -> Failure:
         """Of a case that fails only after others, if at all: the numbers from its batch's first on are run again."""
-        assert ran.case is not None and ran.outcome is not None and ran.case.index is not None
+        assert ran.case is not None and ran.outcome is not None
+        note = "passes alone, and did not fail again after the same cases: it depends on chance"
+        if ran.case.index is None or ran.case.index == ran.first:
+            note = "did not fail again in a fresh process: it depends on chance, or on what its own process ran before"
+        elif self._fails_after(ran.first, ran.case.index):
+            note = f"passes alone, fails after the cases {ran.first} to {ran.case.index - 1}"
+        return Failure(ran.case, ran.outcome, ran.case, ran.outcome, self._fuzz_command(ran), note)
+
+    def _fails_after(self, first: int, index: int) -> bool:
+        """Whether the case of that number fails in a fresh process that runs those from ``first`` on before it."""
         self._restart()
         again: dict[int, Outcome] = {}
 
@@ -294,19 +303,15 @@ class _Fuzz:
             if len(message) == 2:
                 again[message[0]] = message[1]
 
-        numbers = [i for i in self.plan.indices if ran.first <= i <= ran.case.index]
-        failed = True
+        numbers = [i for i in self.plan.indices if first <= i <= index]
         try:
             self.workers[0].call(
                 "attnscope.fuzz_jobs:run_cases", self.ask, numbers, None,
                 timeout_s=self.plan.time_limit_s, on_report=on_report, renew=True,
             )  # fmt: skip
-            failed = again[ran.case.index].failed
         except (WorkerFailed, RemoteError):
-            pass
-        after = f"passes alone, fails after the cases {ran.first} to {ran.case.index - 1}"
-        note = after if failed else "passes alone, and did not fail again after the same cases: it depends on chance"
-        return Failure(ran.case, ran.outcome, ran.case, ran.outcome, self._fuzz_command(ran), note)
+            return True
+        return again[index].failed
 
     def _command(self, case: Case, status: str) -> tuple[str, str]:
         """``attnscope check`` of the case's workload where that fails too, else ``attnscope fuzz`` of the very case."""

@@ -126,11 +126,11 @@ def find_rungs(direction: str, selection: str | None, *, claims: bool = False) -
         UnknownName: a name is no rung of that direction.
         UsageError: the direction is neither forward nor backward.
     """
-    from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, RUNGS, claim_variants
+    from attnscope.implementations.cuda_ladder import RUNGS, all_rungs, claim_variants
 
     if direction not in RUNGS:
         raise UsageError(f"direction must be forward or backward, got {direction!r}\nhint: attnscope ladder forward")
-    rungs = [rung() for rung in (*RUNGS[direction], *LIBRARY_RUNGS[direction])]
+    rungs = [rung() for rung in all_rungs(direction)]
     if claims and direction == "backward":
         rungs += claim_variants()
     if selection is None:
@@ -208,6 +208,7 @@ def compile_ladder(
 ) -> list[CompiledKernel]:
     """Compile every kernel of every rung, or of some of one direction, for one architecture; needs no GPU.
 
+    Kernels that stand elsewhere (cuDNN's, and the last rung's) are left out.
     Rungs that need a newer architecture than that, or another, are left out, as their reasons say.
 
     Raises:
@@ -216,7 +217,7 @@ def compile_ladder(
         PrepareFailed: one does not compile, or NVRTC is missing.
     """
     from attnscope import cuda
-    from attnscope.implementations.cuda_ladder import FOLDER, LIBRARY_RUNGS, RUNGS
+    from attnscope.implementations.cuda_ladder import FOLDER, RUNGS
 
     if rungs is not None and direction is None:
         raise UsageError("--rungs needs a direction, got none\nhint: attnscope ladder forward --rungs v1")
@@ -225,7 +226,7 @@ def compile_ladder(
     found = []
     for way in (direction,) if direction else tuple(RUNGS):
         for rung in find_rungs(way, rungs):
-            if isinstance(rung, LIBRARY_RUNGS[way]) or rung.sheet.device_reasons(card):
+            if rung.sheet.device_reasons(card):
                 continue
             exact = architecture + "a" if rung.sheet.below_capability else architecture
             for source, defines in rung.kernel_sources(head_dim, rung.default_block_size):

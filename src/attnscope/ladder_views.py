@@ -83,7 +83,8 @@ def markdown_table(run: LadderRun) -> str:
     lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
     lines += ["| " + " | ".join(cells) + " |" for cells in _cells(run, best, articles)]
     named = f"{run.direction}, `{run.workload}`, {run.device}; other cards' columns are other people's figures."
-    return "\n".join([*lines, "", named])
+    untimed = [f"`{row.rung}`{_at_block(row)}: {'; '.join(row.reasons)}." for row in run.rows if row.reasons]
+    return "\n".join([*lines, "", " ".join([named, *untimed])])
 
 
 def write_table(run: LadderRun, path: Path) -> None:

@@ -93,7 +93,8 @@ class Chunk:
     """The intermediates of one chunk of rows, float64, n units x G heads x R rows x C keys, for an error model.
 
     ``raw`` are the scores before softcap, bias and ALiBi, ``scores`` after them and masked; ``delta``, ``grad_p``,
-    ``grad_s`` (before softcap), ``reach`` = |dO||V|^T and ``row_scale`` = rowsum |dO * O| belong to the backward.
+    ``grad_s`` (before softcap), ``reach`` = |dO||V|^T and ``row_scale`` = rowsum |dO * O| belong to the backward, as do
+    ``dk`` and ``dv``: what each head's rows of the chunk give to them, n x G x C x (D or D_v).
     """
 
     raw: Tensor
@@ -110,6 +111,8 @@ class Chunk:
     delta: Any = None
     reach: Any = None
     row_scale: Any = None
+    dk: Any = None
+    dv: Any = None
 
 
 @dataclass(frozen=True)
@@ -360,8 +363,9 @@ class Work:
         grad_raw = grad_s if cap is None else grad_s * cap
         rounded = multiply(store(grad_raw))
         self._put("dq", rows, store(rounded @ k[:, None] * scale))
-        self.parts["dk"][:, columns] += (rounded.transpose(-1, -2) @ q).sum(1) * scale
-        self.parts["dv"][:, columns] += (multiply(store(weights)).transpose(-1, -2) @ grad).sum(1)
+        dk, dv = rounded.transpose(-1, -2) @ q * scale, multiply(store(weights)).transpose(-1, -2) @ grad
+        self.parts["dk"][:, columns] += dk.sum(1)
+        self.parts["dv"][:, columns] += dv.sum(1)
         self._add_bias(self.result.dbias, grad_s, rows, columns)
         self._add_sinks(self.result.dsinks, sink, -delta)
         if not self.exact:
@@ -369,6 +373,7 @@ class Work:
         row_scale = (grad * out).abs().sum(-1, keepdim=True)
         reach = grad.abs() @ v[:, None].abs().transpose(-1, -2)
         chunk.grad_p, chunk.grad_s, chunk.delta, chunk.reach, chunk.row_scale = grad_p, grad_s, delta, reach, row_scale
+        chunk.dk, chunk.dv = dk, dv
         a = p * ((reach if keep is None else reach * keep) + row_scale)
         a_raw = a if cap is None else a * cap
         self._put_scale("dq", rows, a_raw @ k[:, None].abs() * abs(scale))

@@ -82,7 +82,7 @@ class Worker:
 
         Raises:
             WorkerFailed: the child died or took longer than ``timeout_s``; it is gone then.
-            RemoteError: the function raised; the child lives on.
+            RemoteError: the function raised; the child lives on, unless its device is lost.
         """
         if not self._is_alive() and self._warm_up is not None and self._warm_up[0] != function:
             self.call(*self._warm_up, timeout_s=START_LIMIT_S)
@@ -100,6 +100,9 @@ class Worker:
                     if on_report is not None:
                         on_report(body)
                 elif kind == "error":
+                    raise RemoteError(*body)
+                elif kind == "lost":  # it ends now; whoever asks next must not be told of that end
+                    self.kill()
                     raise RemoteError(*body)
                 else:
                     return body
@@ -227,8 +230,9 @@ def serve(connection: Connection[Any, Any]) -> None:
         try:
             body = load(function)(*args, report=lambda message: connection.send(("report", message)))
         except Exception as error:
-            connection.send(("error", describe(error)))
-            if _device_is_lost():
+            lost = _device_is_lost()
+            connection.send(("lost" if lost else "error", describe(error)))
+            if lost:
                 os._exit(75)
         else:
             connection.send(("result", body))

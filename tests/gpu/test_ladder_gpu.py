@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from attnscope.checking import check_implementation  # noqa: E402
 from attnscope.device import find_device  # noqa: E402
-from attnscope.implementations.cuda_ladder import RUNGS, common, empty_gradients  # noqa: E402
+from attnscope.implementations.cuda_ladder import LAST_RUNGS, RUNGS, common, empty_gradients  # noqa: E402
 from attnscope.inputs import make_inputs  # noqa: E402
 from attnscope.ladder import workload_for  # noqa: E402
 from attnscope.reference import compute_attention  # noqa: E402
@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 LENGTHS = (1, 63, 64, 65, 500, 1024)
-ALL = [(way, rung) for way, rungs in RUNGS.items() for rung in rungs]
+ALL = [(way, rung) for way, rungs in RUNGS.items() for rung in (*rungs, *LAST_RUNGS[way])]
 IDS = [rung.name for _, rung in ALL]
 # Largest error of an element over its condition scale, by what the rung computes in: fp32 a few roundings of 2**-24,
 # TF32 of 2**-11 carried through the exponent, 16-bit of 2**-9 (and of the scores too, where they are stored).

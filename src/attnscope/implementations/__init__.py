@@ -35,6 +35,7 @@ IMPLEMENTATIONS: tuple[tuple[str, str], ...] = (
     ("forward_v9_wgmma", "attnscope.implementations.cuda_ladder:ForwardV9Wgmma"),
     ("forward_v10", "attnscope.implementations.cuda_ladder:ForwardV10"),
     ("forward_v11", "attnscope.implementations.cuda_ladder:ForwardV11"),
+    ("forward_v12_hopper", "attnscope.implementations.cuda_ladder:ForwardV12Hopper"),
     ("backward_v1", "attnscope.implementations.cuda_ladder:BackwardV1"),
     ("backward_v1_fixed", "attnscope.implementations.cuda_ladder:BackwardV1Fixed"),
     ("backward_v2", "attnscope.implementations.cuda_ladder:BackwardV2"),

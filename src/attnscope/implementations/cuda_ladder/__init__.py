@@ -1,7 +1,8 @@
 """The CUDA ladder: forward V1 to V6, backward V1 to V8, further rungs, cuDNN. README.md beside this tells the story.
 
-``RUNGS`` holds every rung of our own in order, by direction, one ``.cu`` a rung; ``LIBRARY_RUNGS`` those that end the
-published ladder with a library's kernel. Each is a registered implementation.
+``RUNGS`` holds every rung whose kernel stands here in order, by direction, one ``.cu`` a rung; ``LIBRARY_RUNGS`` those
+that end the published ladder with a library's kernel; ``LAST_RUNGS`` those of ours whose kernel is an implementation
+of its own. ``all_rungs`` is the whole ladder. Each is a registered implementation.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from attnscope.implementations.cuda_ladder.forward import (
     ForwardV5,
     ForwardV6,
 )
+from attnscope.implementations.cuda_ladder.hopper import ForwardV12Hopper
 from attnscope.implementations.cuda_ladder.library import ForwardV10, ForwardV11
 
 RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
@@ -58,6 +60,16 @@ LIBRARY_RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
     "backward": (),
 }
 
+LAST_RUNGS: dict[str, tuple[type[LadderImplementation], ...]] = {
+    "forward": (ForwardV12Hopper,),
+    "backward": (),
+}
+
+
+def all_rungs(direction: str) -> tuple[type[LadderImplementation], ...]:
+    """Every registered rung of a direction, in the ladder's order."""
+    return (*RUNGS[direction], *LIBRARY_RUNGS[direction], *LAST_RUNGS[direction])
+
 
 def claim_variants() -> list[LadderImplementation]:
     """V3 and V4 compiled otherwise, which settle what the article credits their gains to. Not registered."""
@@ -71,9 +83,9 @@ def _variant(base: type[LadderImplementation], attribute: str, value: int, rung:
 
 
 __all__ = [
-    "BLOCK_SIZES", "FOLDER", "LIBRARY_RUNGS", "OWN_BLOCK_SIZE", "RUNGS", "BackwardV1", "BackwardV1Fixed",
+    "BLOCK_SIZES", "FOLDER", "LAST_RUNGS", "LIBRARY_RUNGS", "OWN_BLOCK_SIZE", "RUNGS", "BackwardV1", "BackwardV1Fixed",
     "BackwardV2", "BackwardV3", "BackwardV4", "BackwardV5", "BackwardV6", "BackwardV7", "BackwardV8",
     "BackwardV9Fused", "ForwardV1", "ForwardV2", "ForwardV3", "ForwardV4", "ForwardV5", "ForwardV6", "ForwardV7Mma",
-    "ForwardV8Async", "ForwardV9Wgmma", "ForwardV10", "ForwardV11", "LadderImplementation", "claim_variants",
-    "empty_gradients", "zero_above_diagonal",
+    "ForwardV8Async", "ForwardV9Wgmma", "ForwardV10", "ForwardV11", "ForwardV12Hopper", "LadderImplementation",
+    "all_rungs", "claim_variants", "empty_gradients", "zero_above_diagonal",
 ]  # fmt: skip
