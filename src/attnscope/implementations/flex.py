@@ -48,6 +48,7 @@ class Flex(SheetImplementation):
         packages=("torch>=2.10",),
         kernels={"cuda": (r"flex_(attention|decoding)",)},
         compiled=True,
+        kept_on_disk=True,
         by_name=frozenset({"cpu"}),
     )  # fmt: skip
 
