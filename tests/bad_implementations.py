@@ -115,6 +115,29 @@ class RaisesLater(CrashesLater):
         return super().prepare(workload, device)
 
 
+class Compiles(Good):
+    """Appends a line to a file each time it is prepared: pid, workload; as if a compiler kept its work on disk."""
+
+    name = "compiles"
+    sheet = dataclasses.replace(SHEET, kept_on_disk=True)
+
+    def prepare(self, workload, device):
+        with open(os.environ["ATTNSCOPE_TEST_MARKER"], "a") as file:
+            file.write(f"{os.getpid()} {workload} {os.environ.get('TORCHINDUCTOR_COMPILE_THREADS')}\n")
+        return GoodPrepared()
+
+
+class CrashesWarm(Compiles):
+    """Dies in every process but the one that checks, and there it is right."""
+
+    name = "crashes_warm"
+
+    def prepare(self, workload, device):
+        if os.environ.get("TORCHINDUCTOR_COMPILE_THREADS"):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().prepare(workload, device)
+
+
 class RudeReasons(Good):
     """Breaks the promise that reasons_unsupported never raises."""
 
