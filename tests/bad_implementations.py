@@ -38,6 +38,30 @@ class Good(SheetImplementation):
         return GoodPrepared()
 
 
+class Remarks(Good):
+    """Has something to say of its times."""
+
+    name = "remarks"
+
+    def prepare(self, workload, device):
+        class Prepared(GoodPrepared):
+            def remarks(self):
+                return ["the moon was full"]
+
+        return Prepared()
+
+
+class Broken(Good):
+    """A library that is installed and does not import."""
+
+    name = "broken"
+
+    def prepare(self, workload, device):
+        from attnscope.implementations.library import Library
+
+        return Library("broken-library", "broken_library", ("attend",)).load(self.name)
+
+
 class Also(Good):
     name = "also_good"
 

@@ -7,6 +7,7 @@ No such library is installed here. Stand-ins with its signatures, layouts and qu
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -428,6 +429,9 @@ def test_flex_builds_its_block_mask_in_prepare_and_compiles_once(monkeypatch):
     inputs.q = torch.stack([inputs.q, inputs.q], -1)[..., 0]
     prepared.forward(inputs)
     assert prepared.recompiles == 1, "other strides are another kernel, and that is counted"
+    built, again = prepared.remarks()
+    assert re.fullmatch(r"its BlockMask took [\d.e+]+ ms to build, in prepare, not in the call", built), built
+    assert again == "was compiled again after prepare (1 times): a call may have waited for it"
     assert find("flex").prepare(Workload.parse("B2,H4,L65,D32,fp32"), CPU).block_mask is None
 
 

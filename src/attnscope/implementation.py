@@ -215,7 +215,7 @@ class Prepared(Protocol):
     """An implementation made ready for one workload on one device: exactly what is timed.
 
     One that holds scratch memory between calls may say how much in ``workspace_bytes``: a number, or one by direction.
-    It goes on record.
+    One with something to say of its times has a method ``remarks`` that returns sentences. Both go on record.
     """
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,14 @@ def measure(
         report(("compare", contestant.name))
         if not _same(before[contestant.name], _seeded(contestant, ask.seed)):
             raise MeasureFailed(contestant.name, CheckFailed("its result is no longer what it was before it was timed"))
+    measurements = {name: _remarked(found, prepared_for(ask, name)) for name, found in measurements.items()}
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
+
+
+def _remarked(found: Measurement, prepared: Prepared) -> Measurement:
+    """The measurement with what its implementation says of it."""
+    remarks = getattr(prepared, "remarks", None)
+    return replace(found, notes=(*found.notes, *remarks())) if callable(remarks) else found
 
 
 def _seeded(contestant: Contestant, seed: int) -> list[Any]:
