@@ -339,6 +339,10 @@ class _Sweep:
         ask = self._ask(workload, device)
         with _sentences():
             reasons = self.checker.call("attnscope.jobs:survey", ask, timeout_s=START_LIMIT_S)
+        measuring = "measure" in self.plan.stages
+        if measuring and self.limits is None:  # before anything is prepared there, which would have to go
+            self._say("measure the device's limits")
+            self.limits = self._limits(device)
         rows: dict[str, Result] = {}
         drafts: dict[str, Result] = {}
         firsts: dict[str, Tried] = {}
@@ -350,7 +354,6 @@ class _Sweep:
             else:
                 drafts[name], firsts[name] = row, tried
             self._unfinished = tuple(rows.values())
-        measuring = "measure" in self.plan.stages
         with ahead(self.bench, ask, list(firsts) if measuring else [], self.limit_s) as prepared_s:
             for name, draft in drafts.items():
                 self._say(f"check {name}")
@@ -430,9 +433,6 @@ class _Sweep:
 
     def _measure(self, ask: Ask, rows: dict[str, Result], firsts: dict[str, Tried]) -> None:
         options = self._options()
-        if self.limits is None:
-            self._say("measure the device's limits")
-            self.limits = self._limits(ask.device, options)
         for direction in ask.directions:
             names = [name for name in firsts if rows[name].status in ("ok", "approximate")]
             names = [name for name in names if direction in firsts[name].first_call_ms]
@@ -455,9 +455,9 @@ class _Sweep:
             status="failed", error=error, forward=None, backward=None, verdicts=()
         )
 
-    def _limits(self, device: Device, options: Any) -> Limits:
+    def _limits(self, device: Device) -> Limits:
         with _sentences():
-            limits: Limits = self.bench.call("attnscope.jobs:limits", device, options, timeout_s=self.limit_s)
+            limits: Limits = self.bench.call("attnscope.jobs:limits", device, self._options(), timeout_s=self.limit_s)
         return limits
 
     def _measure_once(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # One core a process: torch's compiler would start as many helpers as there are cores in each.
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-SCORES_SHARE = 1 / 16  # of the free memory: score matrices larger than that are not made beside another process
+# Of the free memory: score matrices larger than that are not made beside another process, or by all of them at once.
+SCORES_BESIDE, SCORES_TOGETHER = 1 / 16, 1 / 2
 GONE = (WorkerFailed, RemoteError, OSError)  # OSError: the connection of a worker that was closed meanwhile
 
 
@@ -122,7 +123,7 @@ def run_once(ask: Ask, name: str, processes: int, *, report: Report) -> None:
     implementation = jobs.find_asked(ask, name)
     reasons = jobs.reasons_of(implementation, ask)
     directions = [direction for direction in ask.directions if not reasons[direction]]
-    if not directions or _makes_large_scores(ask, name, SCORES_SHARE / processes):
+    if not directions or _makes_large_scores(ask, name, SCORES_TOGETHER / processes):
         return
     inputs = jobs.inputs_of(ask)
     with jobs.global_state_kept():
@@ -140,7 +141,7 @@ def prepare_ahead(ask: Ask, names: tuple[str, ...], *, report: Report) -> dict[s
     inputs = jobs.inputs_of(ask)
     for name in names:
         report(("prepare", name))
-        if _makes_large_scores(ask, name, SCORES_SHARE):
+        if _makes_large_scores(ask, name, SCORES_BESIDE):
             continue
         reasons = jobs.reasons_of(jobs.find_asked(ask, name), ask)
         ledger.begin(name, "ahead")
