@@ -378,6 +378,31 @@ def test_a_broken_kernel_is_a_reason(tmp_path, monkeypatch, stub_torch, code, ca
     assert kernel.origin == "org/small at local"
 
 
+@needs_kernels
+@pytest.mark.slow
+def test_offline_what_was_never_fetched_is_a_reason_and_nothing_is_asked(monkeypatch, stub_torch):
+    with Hub({"org/small": Repository(hub_kernels.files())}, trusted={"org"}) as endpoint, stub_torch():
+        monkeypatch.setenv("HF_ENDPOINT", endpoint.endpoint)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        kernel = hub.open_kernel(f"hub:org/small@{COMMIT}")
+    assert kernel.facts.problem.startswith("cannot be fetched: ") and "\n" not in kernel.facts.problem
+    assert endpoint.requests == []
+    assert kernel.origin == f"org/small at {COMMIT}"
+
+
+@pytest.mark.slow
+def test_a_kernels_library_that_does_not_import_is_a_reason(tmp_path, monkeypatch):
+    place = tmp_path / "broken" / "kernels"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open\\nsecond line')")
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    monkeypatch.setattr("attnscope.implementation.missing_package", lambda package: None)
+    hub_kernels.write(tmp_path / "mine")
+    for name in ("hub:./mine", f"hub:org/small@{COMMIT}"):
+        kernel = hub.open_kernel(name)
+        assert kernel.facts.problem.endswith(": ImportError: libcudart.so.12: cannot open"), kernel.facts.problem
+
+
 def test_one_kernel_may_load_another_only_by_its_commit_at_any_depth(tmp_path, monkeypatch):
     def build(name, **depends):
         folder = hub_kernels.write(tmp_path / name, **{"kernel-depends": [{"repo-id": "org/x"} | depends]})
