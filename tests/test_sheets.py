@@ -273,8 +273,11 @@ def test_a_sheet_that_lies_about_a_gradient_fails() -> None:
 def test_a_sheet_that_lies_about_capture_fails(gpu: Device) -> None:
     honest, liar = Liar("nothing"), Liar("traceable")  # it asks the device for a number in its call
     run_captured(honest, plain(honest, L=128), gpu)
+    generator = torch.cuda.default_generators[gpu.index]
+    state = generator.clone_state()
     with pytest.raises(RuntimeError, match="captur"):
         run_captured(liar, plain(liar, L=128), gpu)
+    generator.graphsafe_set_state(state)  # a capture that broke leaves it waiting for the end
     torch.cuda.synchronize()
 
 

@@ -46,6 +46,8 @@ def test_warming_prepares_everything_in_processes_of_its_own_before_the_checks(t
     warm = [line for line in lines if line[2] == "1"]
     assert sorted(line[1] for line in warm) == sorted([str(Workload.parse(TINY)), str(Workload.parse(OTHER))])
     assert lines[: len(warm)] == warm, "all of it comes before the first check"
+    per_workload = {text: sum(line[1] == text for line in lines[len(warm) :]) for text in run.workloads}
+    assert set(per_workload.values()) == {4}, "two implementations, once in the process that checks, once in the other"
     assert not {line[0] for line in warm} & {line[0] for line in lines[len(warm) :]}
     assert {row.status for row in run.results} == {"ok"}, "what crashed while warming is right where it counts"
     warmed = [what for what in said if what.startswith("warm ")]
