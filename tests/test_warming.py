@@ -64,6 +64,8 @@ def test_only_what_is_kept_on_disk_and_another_process_can_import_is_warmed():
     first, second = tasks_of("Compiles", "Good")
     keeps = {"compiles": True, "good": False}
     assert list(warm_tasks([first, second], keeps)) == [(first, "compiles"), (second, "compiles")]
+    many = [Ask(first.workload, first.device, seed, ("forward",), first.references) for seed in range(7)]
+    assert [ask.seed for ask, _ in warm_tasks(many, {"compiles": True})] == [0, 5, 1, 6, 2, 3, 4]
     here = Ask(first.workload, first.device, 0, first.directions, {"compiles": None, "good": None})
     assert list(warm_tasks([here], keeps)) == []
 

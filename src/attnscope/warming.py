@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # Of the free memory: score matrices larger than that are not made beside another process, or by all of them at once.
 SCORES_BESIDE, SCORES_TOGETHER = 1 / 16, 1 / 2
+STRIDE = 5  # neighbours in a suite often share a kernel, which processes that begin together would compile each
 GONE = (WorkerFailed, RemoteError, OSError)  # OSError: the connection of a worker that was closed meanwhile
 
 
@@ -79,8 +80,9 @@ def warm_caches(
 
 def warm_tasks(asks: Sequence[Ask], keeps_on_disk: Mapping[str, bool]) -> Iterator[tuple[Ask, str]]:
     """Every workload with every implementation that another process can import and whose compiler keeps its work."""
+    spread = [ask for start in range(STRIDE) for ask in asks[start::STRIDE]]
     for name, keeps in keeps_on_disk.items():
-        for ask in asks:
+        for ask in spread:
             if keeps and ask.references[name] is not None:
                 yield ask, name
 
