@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attnscope.profiling import scrub
+from attnscope.scrubbing import scrub
 
 Call = Callable[[], object]
 

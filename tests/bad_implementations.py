@@ -38,6 +38,30 @@ class Good(SheetImplementation):
         return GoodPrepared()
 
 
+class Remarks(Good):
+    """Has something to say of its times."""
+
+    name = "remarks"
+
+    def prepare(self, workload, device):
+        class Prepared(GoodPrepared):
+            def remarks(self):
+                return ["the moon was full"]
+
+        return Prepared()
+
+
+class Broken(Good):
+    """A library that is installed and does not import."""
+
+    name = "broken"
+
+    def prepare(self, workload, device):
+        from attnscope.implementations.library import Library
+
+        return Library("broken-library", "broken_library", ("attend",)).load(self.name)
+
+
 class Also(Good):
     name = "also_good"
 
@@ -112,6 +136,29 @@ class RaisesLater(CrashesLater):
     def prepare(self, workload, device):
         if os.path.exists(os.environ["ATTNSCOPE_TEST_MARKER"]):
             raise RuntimeError("tired")
+        return super().prepare(workload, device)
+
+
+class Compiles(Good):
+    """Appends a line to a file each time it is prepared: pid, workload; as if a compiler kept its work on disk."""
+
+    name = "compiles"
+    sheet = dataclasses.replace(SHEET, kept_on_disk=True)
+
+    def prepare(self, workload, device):
+        with open(os.environ["ATTNSCOPE_TEST_MARKER"], "a") as file:
+            file.write(f"{os.getpid()} {workload} {os.environ.get('TORCHINDUCTOR_COMPILE_THREADS')}\n")
+        return GoodPrepared()
+
+
+class CrashesWarm(Compiles):
+    """Dies in every process but the one that checks, and there it is right."""
+
+    name = "crashes_warm"
+
+    def prepare(self, workload, device):
+        if os.environ.get("TORCHINDUCTOR_COMPILE_THREADS"):
+            os.kill(os.getpid(), signal.SIGSEGV)
         return super().prepare(workload, device)
 
 

@@ -504,6 +504,20 @@ REAL = ("sdpa_flash", "sdpa_math", "naive", "reference_cpu")
 SIZES = (1, 63, 64, 65, 127, 129, 500, 1024)
 
 
+def test_inputs_are_made_once_for_all_and_anew_where_somebody_wrote_into_them(monkeypatch):
+    w, cache = Workload.parse(TINY), ReferenceCache()
+    first = cache.inputs(w, CPU, 0, "needles", "plain")
+    assert cache.inputs(w, CPU, 0, "needles", "plain") is first
+    assert cache.inputs(w, CPU, 0, "plain", "plain") is not first
+    before = first.k.clone()
+    first.k[0, 0, 3] += 1
+    again = cache.inputs(w, CPU, 0, "needles", "plain")
+    assert again is not first and guards.same_bits(again.k, before)
+    assert cache.inputs(w, CPU, 0, "needles", "wide") is not again, "other strides, other inputs"
+    monkeypatch.setattr(checking, "KEPT_INPUTS", 0.0)
+    assert cache.inputs(w, CPU, 1, "plain", "plain") is not cache.inputs(w, CPU, 1, "plain", "plain")
+
+
 def check_real(name: str, workload: str, device: Device, seed: int, cache: ReferenceCache) -> None:
     implementation, w = find(name), Workload.parse(workload)
     directions = [d for d in ("forward", "backward") if not implementation.reasons_unsupported(w, device, d)]

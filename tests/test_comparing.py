@@ -106,6 +106,16 @@ def test_what_takes_long_to_prepare_runs_where_it_is_named(tmp_path):
     assert make_plan([TINY], "flex,naive", "forward", "cpu", (), out=tmp_path / "out").named == {"flex", "naive"}
 
 
+@pytest.mark.slow
+def test_a_broken_install_is_one_row_with_the_cause_and_a_remark_is_on_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stand_ins" / "broken"))
+    rows = sweep("Broken", "Remarks", stages=("measure",), mode="forward")
+    assert rows["broken"].status == "failed"
+    first = rows["broken"].error.splitlines()[0]
+    assert first.endswith("does not import: ImportError: libcudart.so.12: cannot open shared object file"), first
+    assert rows["remarks"].status == "ok" and rows["remarks"].forward.notes[-1] == "the moon was full"
+
+
 def test_one_direction_alone_still_runs():
     row = sweep("ForwardOnly", stages=("measure",))["forward_only"]
     assert row.status == "ok"

@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -100,6 +101,25 @@ def test_a_cache_that_was_cut_or_changed_is_not_read(tmp_path):
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     cuda._write_cache(tmp_path / "file" / "x.cubin", cuda.Cubin(b"", "sm_90", ()))
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("libnvrtc.so.13: cannot open\nmore"), RuntimeError("libnvrtc.so.13: cannot open"), OSError()]
+)
+def test_an_nvrtc_that_does_not_load_is_one_sentence(monkeypatch, error):
+    class Broken(types.ModuleType):
+        def __getattr__(self, name):
+            raise error if name == "nvrtc" else AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", Broken("cuda.bindings"))
+    cuda.compiler_version.cache_clear()
+    with pytest.raises(PrepareFailed) as caught:
+        cuda.compiler_version()
+    cuda.compiler_version.cache_clear()
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith("compiling CUDA needs NVRTC, which does not load here: ")
+    assert first.endswith("OSError" if not error.args else "libnvrtc.so.13: cannot open")
 
 
 def test_kernel_names_are_told():

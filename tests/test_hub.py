@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import subprocess
 import sys
 import types
 
@@ -24,6 +25,7 @@ from hub_stand_in import COMMIT, Hub, Repository
 
 needs_kernels = pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the kernels package")
 CPU = Device("cpu", "a CPU")
+HF_TOKEN = "hf_" + "a" * 20
 
 
 @pytest.fixture(autouse=True)
@@ -149,11 +151,53 @@ def test_a_child_gets_no_secret_and_stays_off_the_hub():
     environment = {
         "PATH": "/bin", "HOME": "/x", "KEYBOARD": "us", "HF_TOKEN": "t", "HUGGING_FACE_HUB_TOKEN": "t",
         "AWS_SECRET_ACCESS_KEY": "s", "OPENAI_API_KEY": "k", "PIP_PASSWORD": "p", "SSH_AUTH_SOCK": "/s",
-        "HTTPS_PROXY": "http://me:pw@proxy:3128", "HTTP_PROXY": "http://proxy:3128",
+        "HTTPS_PROXY": "http://me:pw@proxy:3128", "HTTP_PROXY": "http://proxy:3128", "MONKEYS": "1", "OLDPWD": "/y",
+        "KAGGLE_KEY": "k", "MYSQL_PWD": "p", "SESSION_COOKIE": "c", "HF_OIDC_ID_TOKEN": "t", "HF_TOKEN_PATH": "/t",
+        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "t", "OAUTH_CLIENT_SECRET": "s", "WEBHOOK_SECRET": "s", "LOGIN_AS": HF_TOKEN,
     }  # fmt: skip
     kept = trust.without_secrets(environment)
-    assert {name for name in kept if name in environment} == {"PATH", "HOME", "KEYBOARD", "HTTP_PROXY"}
-    assert (kept["HF_HUB_OFFLINE"], kept["HF_TOKEN_PATH"]) == ("1", os.devnull)
+    passed_on = {name for name in kept if kept[name] == environment.get(name)}
+    assert passed_on == {"PATH", "HOME", "KEYBOARD", "HTTP_PROXY", "MONKEYS", "OLDPWD"}
+    assert not any(name in kept for name in environment.keys() - passed_on - {"HF_TOKEN_PATH"})
+    assert (kept["HF_HUB_OFFLINE"], kept["HF_TOKEN_PATH"], kept["HF_HOME"]) == ("1", os.devnull, os.devnull)
+
+
+@pytest.mark.parametrize(
+    ("environment", "cache"),
+    [
+        ({"HOME": "/x"}, "/x/.cache/huggingface/hub"),
+        ({"HOME": "/x", "XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+        ({"HOME": "/x", "HF_HOME": "/h"}, "/h/hub"),
+        ({"HOME": "/x", "HF_HOME": "/h", "HF_HUB_CACHE": "/elsewhere"}, "/elsewhere"),
+        ({"HOME": "/x", "HUGGINGFACE_HUB_CACHE": "/old"}, "/old"),
+    ],
+)
+def test_a_child_finds_the_kernels_that_were_fetched(environment, cache):
+    assert trust.without_secrets(environment)["HF_HUB_CACHE"] == cache
+
+
+@needs_kernels
+def test_the_library_itself_finds_no_token_in_a_child(tmp_path):
+    """By every way that it knows: variables, the token file, the stored tokens."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "token").write_text(HF_TOKEN)
+    (home / "stored_tokens").write_text(f"[mine]\nhf_token = {HF_TOKEN}\n")
+    code = (
+        "from huggingface_hub import get_token; from huggingface_hub.utils import _auth as a\n"
+        "print(get_token(), a._get_token_from_file(), a.get_stored_tokens())"
+    )
+    for names, environment in (
+        (("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), {"HF_HOME": str(home)}),
+        (("HF_TOKEN_PATH",), {"HF_TOKEN_PATH": str(home / "token"), "HF_HOME": str(tmp_path / "empty")}),
+    ):
+        mine = dict(os.environ) | dict.fromkeys(names[:2] if "PATH" not in names[0] else (), HF_TOKEN) | environment
+        said = [
+            subprocess.run([sys.executable, "-c", code], env=one, capture_output=True, text=True, check=True).stdout
+            for one in (mine, trust.without_secrets(mine))
+        ]
+        assert HF_TOKEN in said[0], "the test itself"
+        assert said[1] == "None None {}\n"
 
 
 @pytest.mark.parametrize(
@@ -332,6 +376,31 @@ def test_a_broken_kernel_is_a_reason(tmp_path, monkeypatch, stub_torch, code, ca
         kernel = hub.open_kernel("hub:org/small@v1")
     assert kernel.facts.problem.startswith(cause)
     assert kernel.origin == "org/small at local"
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_offline_what_was_never_fetched_is_a_reason_and_nothing_is_asked(monkeypatch, stub_torch):
+    with Hub({"org/small": Repository(hub_kernels.files())}, trusted={"org"}) as endpoint, stub_torch():
+        monkeypatch.setenv("HF_ENDPOINT", endpoint.endpoint)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        kernel = hub.open_kernel(f"hub:org/small@{COMMIT}")
+    assert kernel.facts.problem.startswith("cannot be fetched: ") and "\n" not in kernel.facts.problem
+    assert endpoint.requests == []
+    assert kernel.origin == f"org/small at {COMMIT}"
+
+
+@pytest.mark.slow
+def test_a_kernels_library_that_does_not_import_is_a_reason(tmp_path, monkeypatch):
+    place = tmp_path / "broken" / "kernels"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open\\nsecond line')")
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    monkeypatch.setattr("attnscope.implementation.missing_package", lambda package: None)
+    hub_kernels.write(tmp_path / "mine")
+    for name in ("hub:./mine", f"hub:org/small@{COMMIT}"):
+        kernel = hub.open_kernel(name)
+        assert kernel.facts.problem.endswith(": ImportError: libcudart.so.12: cannot open"), kernel.facts.problem
 
 
 def test_one_kernel_may_load_another_only_by_its_commit_at_any_depth(tmp_path, monkeypatch):

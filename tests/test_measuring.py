@@ -195,6 +195,21 @@ def test_a_rival_slower_than_its_share_needs_no_dropped_call_beside_its_warm_up(
     assert measured["snail"].sustained_ms_median is None
 
 
+@pytest.mark.parametrize(("ms", "jitter", "leaves"), [(4.0, 0.001, True), (4.0, 0.03, False), (1.0, 0.001, False)])
+def test_a_long_and_quiet_rival_leaves_early_and_only_such_a_one(ms, jitter, leaves):
+    class Wobbling(FakeCall):
+        def __call__(self) -> None:
+            super().__call__()
+            self.ms = ms * (1 + jitter * (self.calls % 5 - 2) / 2)
+
+    timer, plan = FakeTimer("cpu"), MeasureOptions().plan(CPU)
+    contestant = Contestant("a", Wobbling(timer, "a", ms))
+    measured, _ = measure([contestant], timer=timer, device=CPU, options=MeasureOptions(sustained_s=0))
+    found = measured["a"]
+    assert (found.samples < plan.max_samples) == leaves and found.samples >= plan.min_samples
+    assert found.time_ms_median == pytest.approx(ms, rel=jitter + 0.005)
+
+
 def test_a_drained_queue_discards_the_sample_and_spins_longer():
     timer = FakeTimer()
     call = timer.call("busy", 0.1, host_us=900.0)

@@ -7,6 +7,7 @@ No such library is installed here. Stand-ins with its signatures, layouts and qu
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -323,29 +324,48 @@ def test_an_older_varlen_attn_is_a_reason(parameter, monkeypatch):
 # --- libraries that are broken ----------------------------------------------------------------------------------------
 
 
-def write_package(folder: Path, text: str) -> None:
-    (folder / "sageattention").mkdir()
-    (folder / "sageattention" / "__init__.py").write_text(text)
+MODULES = {  # implementation -> (file that is imported, a text that imports and lacks what is called)
+    "flash_attn_2": ("flash_attn/flash_attn_interface.py", "flash_attn_func = None"),
+    "flash_attn_3": ("flash_attn_interface.py", "flash_attn_func = None"),
+    "flash_attn_4": ("flash_attn/cute.py", "flash_attn_func = None"),
+    "xformers": ("xformers/ops/fmha.py", ""),
+    "sage": ("sageattention/__init__.py", "sageattn = None"),
+}
+BROKEN = {
+    "import error": (
+        "raise ImportError('libc10.so: no such file\\nsecond line')",
+        "ImportError: libc10.so: no such file",
+    ),
+    "wrong CUDA": (
+        "raise OSError('libcudart.so.12: cannot open\\n  second line')",
+        "OSError: libcudart.so.12: cannot open",
+    ),
+    "missing symbol": ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10"),
+    "it ends the process": ("import sys; sys.exit(3)", "SystemExit: 3"),
+    "it is another's": (None, " has no "),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("raise ImportError('libcudart.so.12: cannot open shared object file\\nsecond line')", r"libcudart\.so\.12"),
-        ("raise OSError('undefined symbol: _ZN3c105ErrorC2E')", "OSError: undefined symbol: _ZN3c105ErrorC2E"),
-        ("import sys; sys.exit(3)", "SystemExit: 3"),
-        ("def sageattn(): pass", "sageattention has no sageattn_varlen"),
-    ],
-)
-def test_a_broken_install_is_the_first_line_of_its_cause(text, cause, tmp_path, stand_in, monkeypatch):
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_broken_install_is_the_first_line_of_its_cause(name, how, tmp_path, stand_in, monkeypatch):
     stand_in()
-    write_package(tmp_path, text)
+    file, lacking = MODULES[name]
+    text, cause = BROKEN[how]
+    target = tmp_path / file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for folder in target.parents:
+        if folder in (tmp_path, *tmp_path.parents):
+            break
+        (folder / "__init__.py").touch()
+    target.write_text(text or lacking)
     monkeypatch.syspath_prepend(tmp_path)
-    assert reasons("sage", "B2,H4,L128,D64,bf16,causal") == [], "a reason imports nothing"
-    with pytest.raises(PrepareFailed, match=cause) as caught:
-        find("sage").prepare(Workload.parse("B2,H4,L128,D64,bf16,causal"), CPU)
+    workload = "B2,H4,L128,D64,bf16,causal"
+    assert reasons(name, workload) == [], "a reason imports nothing"
+    with pytest.raises(PrepareFailed) as caught:
+        find(name).prepare(Workload.parse(workload), CPU)
     first = str(caught.value).splitlines()[0]
-    assert first.startswith("sage: package sageattention of no known version is installed") and "second" not in first
+    assert first.startswith(f"{name}: package ") and cause in first and "second line" not in first
 
 
 def test_an_extension_of_xformers_that_does_not_load_is_said(stand_in, monkeypatch):
@@ -428,6 +448,9 @@ def test_flex_builds_its_block_mask_in_prepare_and_compiles_once(monkeypatch):
     inputs.q = torch.stack([inputs.q, inputs.q], -1)[..., 0]
     prepared.forward(inputs)
     assert prepared.recompiles == 1, "other strides are another kernel, and that is counted"
+    built, again = prepared.remarks()
+    assert re.fullmatch(r"its BlockMask took [\d.e+]+ ms to build, in prepare, not in the call", built), built
+    assert again == "was compiled again after prepare (1 times): a call may have waited for it"
     assert find("flex").prepare(Workload.parse("B2,H4,L65,D32,fp32"), CPU).block_mask is None
 
 

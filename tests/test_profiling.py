@@ -17,8 +17,9 @@ from attnscope.errors import TraceError, UsageError  # noqa: E402
 from attnscope.explaining import explain_profile  # noqa: E402
 from attnscope.implementation import Gradients, Output, find  # noqa: E402
 from attnscope.inputs import Inputs, make_inputs  # noqa: E402
-from attnscope.profiling import kernel_names, profile_call, scrub, step_label  # noqa: E402
+from attnscope.profiling import kernel_names, profile_call, step_label  # noqa: E402
 from attnscope.records import Finding, KernelEvent, Profile  # noqa: E402
+from attnscope.scrubbing import scrub  # noqa: E402
 from attnscope.trace import read_trace  # noqa: E402
 from attnscope.workload import Workload  # noqa: E402
 

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from attnscope.device import Device, find_device
-from attnscope.implementation import Implementation, Output, Prepared, Sheet, SheetImplementation, find, names
+from attnscope.implementation import (
+    Gradients,
+    Implementation,
+    Output,
+    Prepared,
+    Sheet,
+    SheetImplementation,
+    find,
+    names,
+)
 from attnscope.inputs import Inputs, make_inputs
 from attnscope.workload import DIRECTIONS, LAYOUTS, Workload
 from test_contract import DEVICES, FEATURE_CASES, problem, run_case
@@ -226,6 +235,50 @@ def test_a_sheet_that_lies_about_tracing_fails() -> None:
     run_traced(Liar("nothing"), plain(Liar("nothing")), CPU)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         run_traced(Liar("traceable"), plain(Liar("traceable")), CPU)
+
+
+class HalfBackward(Liar):
+    """Has a backward; ``lie`` leaves out the bias's gradient, or the one of v."""
+
+    def __init__(self, lie: str) -> None:
+        super().__init__(lie, features=frozenset({"bias"}), directions=frozenset(DIRECTIONS))
+
+    def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
+        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v", "bias")}
+        q, k, v, bias = leaves.values()
+        with torch.enable_grad():
+            out = (q @ k.transpose(-1, -2) * inputs.workload.effective_scale + bias).softmax(-1) @ v
+        return Output(out.detach(), saved=(out, leaves))
+
+    def backward(self, inputs: Inputs, saved: Any) -> Gradients:
+        out, leaves = saved
+        dq, dk, dv, dbias = torch.autograd.grad(out, tuple(leaves.values()), inputs.grad_out, retain_graph=True)
+        if self.lie == "v":
+            dv = torch.zeros_like(dv)
+        return Gradients(dq, dk, dv, None if self.lie == "bias" else dbias)
+
+
+def test_a_sheet_that_lies_about_a_gradient_fails() -> None:
+    workload = plain(HalfBackward("nothing"), bias="fp32")
+    run_case(HalfBackward("nothing"), *problem(workload, CPU), CPU)
+    for lie in ("bias", "v"):
+        with pytest.raises(AssertionError):
+            run_case(HalfBackward(lie), *problem(workload, CPU), CPU)
+    with pytest.raises(AttributeError, match="backward"):
+        run_case(Liar("backward", directions=frozenset(DIRECTIONS)), *problem(plain(Liar("")), CPU), CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_a_sheet_that_lies_about_capture_fails(gpu: Device) -> None:
+    honest, liar = Liar("nothing"), Liar("traceable")  # it asks the device for a number in its call
+    run_captured(honest, plain(honest, L=128), gpu)
+    generator = torch.cuda.default_generators[gpu.index]
+    state = generator.clone_state()
+    with pytest.raises(RuntimeError, match="captur"):
+        run_captured(liar, plain(liar, L=128), gpu)
+    generator.graphsafe_set_state(state)  # a capture that broke leaves it waiting for the end
+    torch.cuda.synchronize()
 
 
 def test_a_sheet_that_claims_less_than_it_refuses_is_found_out() -> None:

@@ -74,6 +74,18 @@ def test_the_page_may_fetch_it_whole_and_then_it_ends(trace):
         ask(there.port, "GET", there.path)
 
 
+def test_it_listens_on_loopback_alone(trace):
+    with TraceServer(trace, 0, ORIGIN) as server:
+        assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_range_is_answered_whole_and_said_so(trace):
+    with viewing(trace) as page:
+        there = urlsplit(page.partition("?url=")[2])
+        status, headers, body = ask(there.port, "GET", there.path, Range="bytes=0-9")
+        assert (status, body, headers["Accept-Ranges"]) == (200, BODY, "none")
+
+
 def test_the_default_port_is_the_one_that_the_page_may_reach():
     assert (PORT, ORIGIN) == (9001, "https://ui.perfetto.dev")
 
@@ -84,7 +96,13 @@ def test_the_default_port_is_the_one_that_the_page_may_reach():
         ("POST", "/status", {}, 404),  # the page asks for a trace processor first
         ("GET", "/other.json", {}, 404),
         ("GET", "/../my-trace-1.json.gz", {}, 404),
+        ("GET", "/..%2fmy-trace-1.json.gz", {}, 404),
+        ("GET", "//etc/passwd", {}, 404),
+        ("GET", "/", {}, 404),
         ("GET", "/my-trace-1.json.gz", {"Host": "evil.example:9001"}, 403),
+        ("GET", "/my-trace-1.json.gz", {"Origin": "https://evil.example"}, 403),
+        ("GET", "/my-trace-1.json.gz", {"Origin": "null"}, 403),
+        ("HEAD", "/my-trace-1.json.gz", {"Origin": "https://evil.example"}, 403),
         ("HEAD", "/my-trace-1.json.gz", {}, 200),
         ("OPTIONS", "/my-trace-1.json.gz", {"Access-Control-Request-Private-Network": "true"}, 204),
     ],

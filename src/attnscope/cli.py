@@ -92,6 +92,7 @@ def compare(
         list[Path] | None,
         typer.Option(metavar="RUN.jsonl", help="An earlier run like this, whose finished workloads are left out."),
     ] = None,
+    warm: Annotated[int, typer.Option(help="Compile in so many processes at once before anything is timed.")] = 0,
 ) -> None:
     """Check, measure, profile and explain every implementation on workloads; write a report."""
     from attnscope.records import read_runs
@@ -100,7 +101,7 @@ def compare(
     plan = _plan(
         workloads, implementations, mode, device, stages, _default_out(out),
         quick=quick, seed=seed, sustained_s=sustained, time_limit_s=time_limit, budget_s=budget,
-        after=tuple(run for path in after or () for run in read_runs(path)),
+        after=tuple(run for path in after or () for run in read_runs(path)), warm=warm,
     )  # fmt: skip
     _run(plan, json=json, wide=wide)
 
@@ -319,6 +320,7 @@ def _default_out(out: Path | None) -> Path:
 def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
     from attnscope.comparing import execute, left_over
     from attnscope.records import write_run
+    from attnscope.spending import spent_sentence
 
     with progress() as watcher:
         run = execute(plan, watcher)
@@ -326,6 +328,7 @@ def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
     if plan.out is not None:
         write_run(run, plan.out / "run.jsonl")
         typer.echo(f"run: {plan.out / 'run.jsonl'}", err=True)
+        typer.echo(spent_sentence(run.results), err=True)
         _write_page([run], plan.out / "report.html", must=False)
     if (plan.budget_s or plan.after) and plan.out is not None:
         left = left_over(plan, run)

@@ -11,6 +11,7 @@ import datetime
 import math
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +23,18 @@ from attnscope.device import Device, Environment
 from attnscope.errors import AttnscopeError, DeviceError, UsageError
 from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict, write_run
 from attnscope.resuming import Budget, refuse_unlike, remaining
+from attnscope.spending import Ledger, added
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
+from attnscope.warming import ENVIRONMENT, ahead, warm_caches, warm_tasks
 from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed, printable
 from attnscope.workload import DIRECTIONS, Workload
 
 if TYPE_CHECKING:
-    from attnscope.jobs import Ask, Checked
+    from attnscope.jobs import Ask, Checked, Tried
 
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": DIRECTIONS}
-SETTINGS = ("sustained_s", "time_limit_s", "budget_s", "after", "wait", "warmup", "active", "compile")
+SETTINGS = ("sustained_s", "time_limit_s", "budget_s", "after", "wait", "warmup", "active", "compile", "warm")
+STAGE_WORDS = {"prepare": "measure_prepare", "warm-up": "warm_up"}  # of reports, as a row's seconds call them
 TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
 
 
@@ -56,6 +60,7 @@ class Plan:
     time_limit_s: float | None = None
     budget_s: float | None = None
     after: tuple[Run, ...] = ()
+    warm: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def compare(
         settings: ``sustained_s`` (seconds of each sustained block), ``time_limit_s`` (for one implementation to prepare
             and check), ``budget_s`` (begin no workload that may not end within so many seconds), ``after`` (earlier
             runs, whose finished workloads are left out), ``wait``, ``warmup``, ``active`` (profiled steps), ``compile``
-            (profile torch.compile of it).
+            (profile torch.compile of it), ``warm`` (processes that first compile everything at once).
 
     Raises:
         UsageError: an argument is not what it must be.
@@ -174,7 +179,7 @@ def make_plan(
 def _validate_settings(settings: dict[str, Any]) -> None:
     """Numbers in their ranges. Raises UsageError."""
     ranges = {
-        "seed": (0, 2**63 - 1), "wait": (0, 1000), "warmup": (0, 1000), "active": (1, 1000),
+        "seed": (0, 2**63 - 1), "wait": (0, 1000), "warmup": (0, 1000), "active": (1, 1000), "warm": (0, 256),
         "sustained_s": (0.0, 3600.0), "time_limit_s": (0.001, 1e6), "budget_s": (0.001, 1e6),
     }  # fmt: skip
     for name, (least, most) in ranges.items():
@@ -235,10 +240,12 @@ class _Sweep:
         self._unfinished: tuple[Result, ...] = ()
 
     def _new_worker(self) -> Caller:
-        if self.in_process:
-            return InProcess()
+        return InProcess() if self.in_process else self._new_process()
+
+    def _new_process(self, environment: dict[str, str] | None = None) -> Worker:
         from_hub = any(name.startswith("hub:") for name in self.references)  # someone else's code: no tokens for it
-        return Worker(warm_up=("attnscope.jobs:start", self.plan.device), hide_secrets=from_hub)
+        warm_up = ("attnscope.jobs:start", self.plan.device)
+        return Worker(warm_up=warm_up, hide_secrets=from_hub, environment=environment)
 
     def run(self) -> Run:
         rows: list[Result] = []
@@ -251,7 +258,8 @@ class _Sweep:
             run = self._empty_run(device, environment, workloads)
             refuse_unlike(self.plan.after, run)
             budget = Budget(self.plan.budget_s)
-            self.total = len(workloads) * len(self.references) * (1 + len(self.plan.stages)) + 1
+            self.total = len(workloads) * len(self.references) * (2 + len(self.plan.stages)) + 1
+            self._warm(workloads, device)
             for number, workload in enumerate(workloads):
                 if not budget.allows_another():
                     run = replace(run, workloads=run.workloads[:number])
@@ -306,22 +314,56 @@ class _Sweep:
                 rows[name] = Result(workload=str(workload), implementation=name, **lost)
         return list(rows.values())
 
-    def _run_workload(self, workload: Workload, device: Device) -> list[Result]:
+    def _ask(self, workload: Workload, device: Device) -> Ask:
         from attnscope.jobs import Ask
 
         plan = self.plan
-        ask = Ask(workload, device, plan.seed, plan.modes, self.references, plan.named, plan.quick)
+        return Ask(workload, device, plan.seed, plan.modes, self.references, plan.named, plan.quick)
+
+    def _warm(self, workloads: Sequence[Workload], device: Device) -> None:
+        """Compile in ``plan.warm`` processes at once; what fails there will fail again in its row, which says so."""
+        if not self.plan.warm:
+            return
+        keeps = {name: registry.find(name).sheet.kept_on_disk for name in self.references}
+        tasks = list(warm_tasks([self._ask(workload, device) for workload in workloads], keeps))
+        processes = min(self.plan.warm, len(tasks))
+        warm_caches(
+            tasks,
+            processes,
+            lambda: self._new_process(ENVIRONMENT),
+            self.limit_s,
+            lambda workload, name: self._say(f"warm {name} for {workload}", advance=False),
+        )
+
+    def _run_workload(self, workload: Workload, device: Device) -> list[Result]:
+        ask = self._ask(workload, device)
         with _sentences():
             reasons = self.checker.call("attnscope.jobs:survey", ask, timeout_s=START_LIMIT_S)
+        measuring = "measure" in self.plan.stages
+        if measuring and self.limits is None:  # before anything is prepared there, which would have to go
+            self._say("measure the device's limits")
+            self.limits = self._limits(device)
         rows: dict[str, Result] = {}
-        firsts: dict[str, Checked] = {}
+        drafts: dict[str, Result] = {}
+        firsts: dict[str, Tried] = {}
         for name in self.references:
-            self._say(f"check {name}")
-            rows[name], checked = self._check(ask, name, reasons[name])
-            if checked is not None:
-                firsts[name] = checked
+            self._say(f"prepare {name}")
+            row, tried = self._try(ask, name, reasons[name])
+            if tried is None:
+                rows[name] = row
+            else:
+                drafts[name], firsts[name] = row, tried
             self._unfinished = tuple(rows.values())
-        if "measure" in self.plan.stages:
+        with ahead(self.bench, ask, list(firsts) if measuring else [], self.limit_s) as prepared_s:
+            for name, draft in drafts.items():
+                self._say(f"check {name}")
+                rows[name] = self._check(ask, draft, reasons[name])
+                self._unfinished = tuple(rows.values())
+        for name, seconds in prepared_s.items():
+            rows[name] = added(rows[name], {"prepare_ahead": seconds})
+        rows = {name: rows[name] for name in self.references}
+        self._forget(self.checker)
+        if measuring:
             self._measure(ask, rows, firsts)
             self._unfinished = tuple(rows.values())
         if "profile" in self.plan.stages:
@@ -329,12 +371,21 @@ class _Sweep:
                 self._say(f"profile {name}")
                 rows[name] = self._profile(ask, rows[name])
                 self._unfinished = tuple(rows.values())
+        if self.plan.stages:
+            self._forget(self.bench)
         self._unfinished = ()
         return list(rows.values())
 
+    def _forget(self, caller: Caller) -> None:
+        """Its memory is the other process's now. One that died holds none."""
+        if not self.in_process:
+            with contextlib.suppress(WorkerFailed, RemoteError):
+                caller.call("attnscope.jobs:forget", timeout_s=self.limit_s)
+
     # --- check ---
 
-    def _check(self, ask: Ask, name: str, reasons: dict[str, list[str]]) -> tuple[Result, Checked | None]:
+    def _try(self, ask: Ask, name: str, reasons: dict[str, list[str]]) -> tuple[Result, Tried | None]:
+        """A row that stands, where it cannot run or fails; else the draft of one, called failed until it is checked."""
         implementation = registry.find(name)
         row: dict[str, Any] = {
             "workload": str(ask.workload),
@@ -348,16 +399,28 @@ class _Sweep:
         if not directions:
             return Result(status="skipped", **row), None
         try:
-            checked: Checked = self.checker.call("attnscope.jobs:check", ask, name, directions, timeout_s=self.limit_s)
+            tried: Tried = self.checker.call(
+                "attnscope.jobs:first_calls", ask, name, directions, timeout_s=self.limit_s
+            )
         except (WorkerFailed, RemoteError) as error:
             return Result(status="failed", error=_cause(error), **row), None
-        row |= {"check": checked.check, "check_kernels": checked.kernels, "ran": checked.ran}
+        return Result(status="failed", error="was not checked yet", seconds=tried.seconds, **row), tried
+
+    def _check(self, ask: Ask, row: Result, reasons: dict[str, list[str]]) -> Result:
+        name, directions = row.implementation, tuple(d for d in ask.directions if not reasons[d])
+        started = time.perf_counter()
+        try:
+            checked: Checked = self.checker.call("attnscope.jobs:check", ask, name, directions, timeout_s=self.limit_s)
+        except (WorkerFailed, RemoteError) as error:
+            return added(row.with_changes(error=_cause(error)), {"check": time.perf_counter() - started})
+        row = added(row, checked.seconds)
+        found: dict[str, Any] = {"check": checked.check, "check_kernels": checked.kernels, "ran": checked.ran}
         if not checked.check.passed:
-            return Result(status="check_failed", **row), None
+            return row.with_changes(status="check_failed", error=None, **found)
         if checked.mismatch:
-            return Result(status="failed", error=checked.mismatch, **row), None
+            return row.with_changes(error=checked.mismatch, **found)
         status = "approximate" if checked.check.grade == "approximate" else "ok"
-        return Result(status=status, **row), checked
+        return row.with_changes(status=status, error=None, **found)
 
     def _provenance(self, implementation: registry.Implementation) -> Iterator[str]:
         """Where it ran and what of, where a record must say so."""
@@ -368,14 +431,11 @@ class _Sweep:
 
     # --- measure ---
 
-    def _measure(self, ask: Ask, rows: dict[str, Result], firsts: dict[str, Checked]) -> None:
+    def _measure(self, ask: Ask, rows: dict[str, Result], firsts: dict[str, Tried]) -> None:
         options = self._options()
-        if self.limits is None:
-            self._say("measure the device's limits")
-            self.limits = self._limits(ask.device, options)
         for direction in ask.directions:
-            names = [name for name, checked in firsts.items() if direction in checked.check.directions]
-            names = [name for name in names if rows[name].status in ("ok", "approximate")]
+            names = [name for name in firsts if rows[name].status in ("ok", "approximate")]
+            names = [name for name in names if direction in firsts[name].first_call_ms]
             while names:
                 first = {n: (firsts[n].prepare_s, firsts[n].first_call_ms.get(direction)) for n in names}
                 culprit, cause = self._measure_once(ask, names, direction, options, first, rows)
@@ -395,19 +455,20 @@ class _Sweep:
             status="failed", error=error, forward=None, backward=None, verdicts=()
         )
 
-    def _limits(self, device: Device, options: Any) -> Limits:
+    def _limits(self, device: Device) -> Limits:
         with _sentences():
-            limits: Limits = self.bench.call("attnscope.jobs:limits", device, options, timeout_s=self.limit_s)
+            limits: Limits = self.bench.call("attnscope.jobs:limits", device, self._options(), timeout_s=self.limit_s)
         return limits
 
     def _measure_once(
         self, ask: Ask, names: list[str], direction: str, options: Any, first: dict[str, Any], rows: dict[str, Result]
     ) -> tuple[str | None, str]:
         """Measure all ``names`` into ``rows``; or the name of the one that failed, and how."""
-        at = {"name": names[0]}
+        at, ledger = {"name": names[0]}, Ledger()
 
         def on_report(message: tuple[str, str]) -> None:
             at["name"] = message[1]
+            ledger.begin(message[1], STAGE_WORDS.get(message[0], message[0]))
             self._say(f"{message[0]} {message[1]} {direction}", advance=False)
 
         limit_s = self.limit_s * (1 + len(names))
@@ -422,6 +483,10 @@ class _Sweep:
             return (named if named in names else at["name"]), _cause(error)
         except WorkerFailed as error:
             return at["name"], _cause(error)
+        finally:
+            ledger.end()
+            for name, seconds in ledger.seconds.items():
+                rows[name] = added(rows[name], seconds)
         for name, measurement in measured.measurements.items():
             rows[name] = self._with_measurement(rows[name], direction, measurement, measured.verdicts)
             self._say(f"measured {name}")
@@ -444,6 +509,7 @@ class _Sweep:
         if row.status not in ("ok", "approximate"):
             return row
         assert row.check is not None
+        started = time.perf_counter()
         for direction in row.check.directions:
             with _trace_path(self.plan.out, ask.workload, row.implementation, direction) as path:
                 try:
@@ -455,7 +521,7 @@ class _Sweep:
                 except (WorkerFailed, RemoteError, AttnscopeError) as error:
                     note = f"{direction} could not be profiled: {_cause(error)}"
                     row = row.with_changes(note=f"{row.note}; {note}" if row.note else note)
-        return row
+        return added(row, {"profile": time.perf_counter() - started})
 
     def _explain(self, row: Result, path: Path, ask: Ask, direction: str) -> Result:
         from attnscope.explaining import explain_profile

@@ -282,9 +282,10 @@ def compiler_version() -> str:
         from cuda.bindings import nvrtc
 
         status, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, OSError) as error:
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise PrepareFailed(
-            f"compiling CUDA needs NVRTC, which does not load here: {error}\nhint: pip install 'attnscope[cuda]'"
+            f"compiling CUDA needs NVRTC, which does not load here: {why}\nhint: pip install 'attnscope[cuda]'"
         ) from None
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise PrepareFailed(f"NVRTC does not tell its version: {status.name}")

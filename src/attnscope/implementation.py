@@ -73,6 +73,7 @@ class Sheet:
     generator; the feature ``dropout`` is that it follows the given mask.
     ``min_capability`` is the least compute capability; ``below_capability``, for what uses instructions of one
     architecture alone, the first that lacks them.
+    ``kept_on_disk`` says that what it compiles is kept on disk by its compiler, so that another process need not.
     ``by_name`` are device kinds on which preparing it takes so long that ``all`` leaves it out: named, it runs.
     ``comparable`` is False where the work is not the workload's (say, a layout change left out on purpose).
     """
@@ -96,6 +97,7 @@ class Sheet:
     forward_only: frozenset[str] = frozenset()
     draws_dropout: bool = False
     compiled: bool = False
+    kept_on_disk: bool = False
     traceable: bool = False
     lse: bool = False
     deterministic: bool = False
@@ -213,7 +215,7 @@ class Prepared(Protocol):
     """An implementation made ready for one workload on one device: exactly what is timed.
 
     One that holds scratch memory between calls may say how much in ``workspace_bytes``: a number, or one by direction.
-    It goes on record.
+    One with something to say of its times has a method ``remarks`` that returns sentences. Both go on record.
     """
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:

@@ -1,4 +1,4 @@
-"""What a worker process does for the sweep: survey, check, limits, measure, profile. Each returns plain records.
+"""What a worker process does for the sweep: survey, try, check, limits, measure, profile. Each returns plain records.
 
 Called by :mod:`attnscope.comparing` through :mod:`attnscope.worker`; reads workloads and names, writes records. State
 that several calls share (references, inputs of the current workload) lives in this module, once a process.
@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from attnscope.measuring import (
 )
 from attnscope.profiling import kernel_names, profile_call
 from attnscope.records import CheckResult, Limits, Measurement, Verdict
+from attnscope.spending import Ledger
 from attnscope.units import format_bytes
 from attnscope.workload import DIRECTIONS, Workload
 
@@ -53,6 +54,15 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """What preparing one implementation and its first call in each direction took."""
+
+    prepare_s: float
+    first_call_ms: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Checked:
     """What checking one implementation brought."""
 
@@ -60,8 +70,7 @@ class Checked:
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     mismatch: str | None = None
     ran: str | None = None
-    prepare_s: float | None = None
-    first_call_ms: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,13 +102,37 @@ def survey(ask: Ask, *, report: Report) -> dict[str, dict[str, list[str]]]:
     del report
     _forget()
     refuse_too_large(ask.workload, ask.device, factor=2.0)
-    return {name: _reasons(_find(ask, name), ask) for name in ask.references}
+    return {name: reasons_of(find_asked(ask, name), ask) for name in ask.references}
+
+
+def first_calls(ask: Ask, name: str, directions: tuple[str, ...], *, report: Report) -> Tried:
+    """Prepare and call once in each direction, both timed, while nothing else uses the device. Kept for the check."""
+    report(("prepare", name))
+    ledger = Ledger()
+    inputs = inputs_of(ask)
+    with global_state_kept():
+        ledger.begin(name, "prepare")
+        started = time.perf_counter()
+        prepared = find_asked(ask, name).prepare(ask.workload, ask.device)
+        prepare_s = time.perf_counter() - started
+        ledger.begin(name, "first_call")
+        first = {direction: _first_call_ms(prepared, inputs, direction, ask.device) for direction in directions}
+        ledger.end()
+    _state.setdefault("tried", {})[name] = prepared
+    return Tried(prepare_s, first, ledger.seconds[name])
 
 
 def check(ask: Ask, name: str, directions: tuple[str, ...], *, report: Report) -> Checked:
-    """Prepare, run once, check against float64, and name the kernels that ran."""
+    """Check against float64, and name the kernels that ran."""
+    report(("check", name))
     with global_state_kept():
-        return _check(ask, name, directions, report)
+        return _check(ask, name, directions)
+
+
+def forget(*, report: Report) -> None:
+    """Give back all memory that the last workload held, so that the other process finds it free."""
+    del report
+    _forget()
 
 
 @contextlib.contextmanager
@@ -120,15 +153,11 @@ def global_state_kept() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
 
 
-def _check(ask: Ask, name: str, directions: tuple[str, ...], report: Report) -> Checked:
-    implementation = _find(ask, name)
-    report(("prepare", name))
-    started = time.perf_counter()
-    prepared = implementation.prepare(ask.workload, ask.device)
-    prepare_s = time.perf_counter() - started
-    inputs = _inputs(ask)
-    first = {direction: _first_call_ms(prepared, inputs, direction, ask.device) for direction in directions}
-    report(("check", name))
+def _check(ask: Ask, name: str, directions: tuple[str, ...]) -> Checked:
+    implementation, inputs = find_asked(ask, name), inputs_of(ask)
+    ledger, cache = Ledger(), _state.setdefault("cache", ReferenceCache())
+    ledger.begin(name, "check")
+    prepared, spent_s = prepared_for(ask, name, "tried"), cache.spent_s
     result = check_implementation(
         implementation,
         ask.workload,
@@ -137,12 +166,16 @@ def _check(ask: Ask, name: str, directions: tuple[str, ...], report: Report) -> 
         directions=directions,
         quick=ask.quick,
         prepared=prepared,
-        cache=_state.setdefault("cache", ReferenceCache()),
+        cache=cache,
     )
+    ledger.begin(name, "kernels")
     kernels = {direction: kernel_names(prepared, inputs, direction) for direction in directions}
+    ledger.end()
+    ledger.add(name, "reference", cache.spent_s - spent_s)
+    ledger.add(name, "check", spent_s - cache.spent_s)
     seen = kernels.get("forward") or next(iter(kernels.values()), ())
     ran = implementation.ran(seen) if hasattr(implementation, "ran") else None
-    return Checked(result, kernels, _family_mismatch(implementation, kernels, ask), ran, prepare_s, first)
+    return Checked(result, kernels, _family_mismatch(implementation, kernels, ask), ran, ledger.seconds[name])
 
 
 def limits(device: Device, options: MeasureOptions, *, report: Report) -> Limits:
@@ -167,7 +200,7 @@ def measure(
     Raises:
         MeasureFailed: names the culprit, which the caller leaves out of the next try.
     """
-    inputs = _inputs(ask)
+    inputs = inputs_of(ask)
     contestants = []
     for name in names:
         report(("prepare", name))
@@ -188,9 +221,17 @@ def measure(
         warm=(inputs.q,) if ask.workload.L == 1 else (),  # decode: the keys are cold, the query was just made
     )
     for contestant in contestants:
+        report(("compare", contestant.name))
         if not _same(before[contestant.name], _seeded(contestant, ask.seed)):
             raise MeasureFailed(contestant.name, CheckFailed("its result is no longer what it was before it was timed"))
+    measurements = {name: _remarked(found, prepared_for(ask, name)) for name, found in measurements.items()}
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
+
+
+def _remarked(found: Measurement, prepared: Prepared) -> Measurement:
+    """The measurement with what its implementation says of it."""
+    remarks = getattr(prepared, "remarks", None)
+    return replace(found, notes=(*found.notes, *remarks())) if callable(remarks) else found
 
 
 def _seeded(contestant: Contestant, seed: int) -> list[Any]:
@@ -219,12 +260,12 @@ def profile(
 ) -> None:
     """Write the Chrome trace of a few calls to ``path``; ``steps`` are those of wait, warm-up and active."""
     report(("profile", name))
-    prepared = _prepared(ask, name)
+    prepared = prepared_for(ask, name)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     label = f"attnscope/{name}/{direction}"
     profile_call(
         prepared,
-        _inputs(ask),
+        inputs_of(ask),
         direction,
         label=label,
         trace_path=Path(path),
@@ -249,7 +290,8 @@ def _forget() -> None:
         torch.cuda.empty_cache()
 
 
-def _inputs(ask: Ask) -> Inputs:
+def inputs_of(ask: Ask) -> Inputs:
+    """The inputs of the workload at hand, made once; a new workload drops all that the last one held."""
     key = (ask.workload, ask.device, ask.seed)
     if _state.get("inputs_key") != key:
         _forget()
@@ -257,21 +299,26 @@ def _inputs(ask: Ask) -> Inputs:
     return _state["inputs"]
 
 
-def _find(ask: Ask, name: str) -> Implementation:
+def find_asked(ask: Ask, name: str) -> Implementation:
+    """The implementation of that name."""
     reference = ask.references[name]
     return registry.find(name) if reference is None else registry.load_reference(reference)
 
 
-def _prepared(ask: Ask, name: str) -> Prepared:
-    """Prepared once for both directions and the profile: compiling again would cost seconds and change nothing."""
-    _inputs(ask)  # first, since a new workload's inputs drop what was prepared for the last one
-    held: dict[str, Prepared] = _state.setdefault("prepared", {})
+def prepared_for(ask: Ask, name: str, shelf: str = "prepared") -> Prepared:
+    """Prepared once for both directions and the profile: compiling again would cost seconds and change nothing.
+
+    ``shelf`` is ``tried`` in the process that checks, whose objects were timed as they were made.
+    """
+    inputs_of(ask)  # first, since a new workload's inputs drop what was prepared for the last one
+    held: dict[str, Prepared] = _state.setdefault(shelf, {})
     if name not in held:
-        held[name] = _find(ask, name).prepare(ask.workload, ask.device)
+        held[name] = find_asked(ask, name).prepare(ask.workload, ask.device)
     return held[name]
 
 
-def _reasons(implementation: Implementation, ask: Ask) -> dict[str, list[str]]:
+def reasons_of(implementation: Implementation, ask: Ask) -> dict[str, list[str]]:
+    """direction -> why it cannot run, its memory and the patience that ``all`` has with it included."""
     found = {}
     for direction in ask.directions:
         reasons = safe_reasons(implementation, ask.workload, ask.device, direction)
@@ -291,10 +338,10 @@ def _reasons(implementation: Implementation, ask: Ask) -> dict[str, list[str]]:
 
 def _first_call_ms(prepared: Prepared, inputs: Inputs, direction: str, device: Device) -> float:
     call = direction_call(prepared, inputs, direction)
-    _synchronise(device)
+    synchronise(device)
     started = time.perf_counter()
     call()
-    _synchronise(device)
+    synchronise(device)
     return (time.perf_counter() - started) * 1e3
 
 
@@ -315,7 +362,7 @@ def direction_call(prepared: Prepared, inputs: Inputs, direction: str) -> Callab
 def _contestant(
     ask: Ask, name: str, direction: str, inputs: Inputs, prepare_s: float | None, first_call_ms: float | None
 ) -> Contestant:
-    implementation, prepared = _find(ask, name), _prepared(ask, name)
+    implementation, prepared = find_asked(ask, name), prepared_for(ask, name)
     return Contestant(
         name=name,
         call=direction_call(prepared, inputs, direction),
@@ -346,7 +393,8 @@ def _rotation(ask: Ask, inputs: Inputs) -> list[Inputs]:
     return _state["rotation"]
 
 
-def _synchronise(device: Device) -> None:
+def synchronise(device: Device) -> None:
+    """Wait for a GPU; a CPU call is done when it returns."""
     if device.kind == "cuda":
         import torch
 

@@ -34,6 +34,8 @@ SPIN_FACTOR, SPIN_MARGIN_US, SPIN_MAX_US = 2.0, 50.0, 200_000.0
 ATTEMPTS = 6
 ROTATION_FACTOR = 3
 MAX_ROTATION = 256
+QUIET_MS, QUIET = 2.0, 0.001  # a long call whose samples agree so well, noise / sqrt(samples), needs no more of them
+REPEATS_S = 0.2  # for what repeats one rival alone: the host's part, graph replays
 HOST_BOUND = 0.5  # a host part above this share of the device's time risks a queue that runs dry
 
 Progress = Callable[[str, str], None]
@@ -211,14 +213,14 @@ def _warm_up(bench: _Bench, rival: _Rival, device: Device) -> None:
 
 
 def _fitting(repeats: int, once_s: float) -> int:
-    """So many repeats as fit in half a second, three at least."""
-    return max(3, min(repeats, int(0.5 / max(once_s, 1e-6))))
+    """So many repeats as fit in :data:`REPEATS_S`, three at least."""
+    return max(3, min(repeats, int(REPEATS_S / max(once_s, 1e-6))))
 
 
 def _isolated(bench: _Bench, rivals: list[_Rival], chance: random.Random) -> None:
-    """Rounds in which each rival has one call. A rival leaves when its samples or its share of the time are used up;
-    the orders of those that stay are drawn anew. The first rounds are dropped; a rival whose one call uses up its
-    share sits them out, since its warm-up was call enough."""
+    """Rounds in which each rival has one call. A rival leaves when its samples or its share of the time are used up, or
+    it is long and quiet; the orders of those that stay are drawn anew. The first rounds are dropped; a rival whose one
+    call uses up its share sits them out, since its warm-up was call enough."""
     plan = bench.plan
     share_s = plan.isolated_s / max(len(rivals), 1)
     active = list(rivals)
@@ -235,12 +237,19 @@ def _isolated(bench: _Bench, rivals: list[_Rival], chance: random.Random) -> Non
             if turn >= plan.dropped:
                 rival.isolated[turn] = ms
         gc.collect()
-        staying = [r for r in active if r.spent_s < share_s or len(r.isolated) < plan.min_samples]
+        staying = [
+            r for r in active if len(r.isolated) < plan.min_samples or (r.spent_s < share_s and not _is_quiet(r))
+        ]
         if len(staying) < len(active):
             active = staying
             orders = rival_orders(len(active), chance)
         if not active:
             return
+
+
+def _is_quiet(rival: _Rival) -> bool:
+    times = list(rival.isolated.values())
+    return median(times) >= QUIET_MS and noise_fraction(times) <= QUIET * len(times) ** 0.5
 
 
 def _one_sample(bench: _Bench, rival: _Rival) -> float:

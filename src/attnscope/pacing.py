@@ -13,10 +13,10 @@ from attnscope.device import Device
 class Plan:
     """The numbers that one direction of one workload is measured by.
 
-    ``isolated_s`` is the budget of all rivals together. A rival leaves once it has had ``max_samples``, or its share
-    of the budget and ``min_samples``; its first ``dropped`` samples are thrown away. ``block_s`` of 0 means no
-    sustained blocks; of each block the first ``block_drop_s`` are thrown away, and each rival gets ``blocks`` of them.
-    ``limit_s`` is spent on each size of each limit.
+    ``isolated_s`` is the budget of all rivals together. A rival leaves once it has had ``max_samples``, or
+    ``min_samples`` and its share of the budget or calls that are long and quiet; its first ``dropped`` samples are
+    thrown away. ``block_s`` of 0 means no sustained blocks; of each block the first ``block_drop_s`` are thrown away,
+    and each rival gets ``blocks`` of them. ``limit_s`` is spent on each size of each limit.
     """
 
     isolated_s: float

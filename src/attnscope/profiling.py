@@ -12,7 +12,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,19 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnscope.errors import PrepareFailed, TraceError, UsageError
+from attnscope.scrubbing import scrub
 
 if TYPE_CHECKING:
     from attnscope.implementation import Prepared
     from attnscope.inputs import Inputs
 
 LABEL_PREFIX = "attnscope/"
-# What a trace says of its machine that explains its numbers; everything else at the top level is left out.
-KEPT_KEYS = (
-    "schemaVersion", "deviceProperties", "cuda_runtime_version", "cuda_driver_version", "cupti_version",
-    "hip_runtime_version", "hip_driver_version", "roctracer_version", "record_shapes", "with_stack", "with_flops",
-    "with_modules", "profile_memory", "displayTimeUnit", "baseTimeNanoseconds", "traceEvents",
-)  # fmt: skip
-_PATH = re.compile(r"(?<![\w.\\-])(?:[A-Za-z]:)?[\\/](?:[^\\/\s\"']+[\\/])+([^\\/\s\"']*)")
 
 
 def step_label(implementation: str, direction: str) -> str:
@@ -238,18 +231,3 @@ def export_trace(profiler: Any, trace_path: Path) -> None:
     finally:
         for leftover in (raw, packed):
             leftover.unlink(missing_ok=True)
-
-
-def scrub(trace: dict[str, Any]) -> dict[str, Any]:
-    """The trace without host name, file name and environment, and with paths in its events cut to file names."""
-    return {key: _without_paths(trace[key]) for key in KEPT_KEYS if key in trace}
-
-
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(item) for item in value]
-    if isinstance(value, str) and ("/" in value or "\\" in value):
-        return _PATH.sub(r"\1", value)
-    return value

@@ -263,6 +263,9 @@ class Result:
     ``status``: ok; approximate (a quantised one, its error on record); skipped (``reasons`` per direction);
     check_failed; failed (``error``). Only ok and approximate may carry a time: a wrong result has no speed.
     ``check_kernels`` names the kernels (on a CPU the ops) seen while checking, ``kernels`` those of the profile.
+    ``seconds`` says where the run's time went for this row: prepare, first_call, reference (truth and budgets, on the
+    row that was the first to need them), check, kernels; then, of the process that measures, prepare_ahead (during the
+    checks), measure_prepare, warm_up, isolated, graph, sustained, compare (results before and after); profile.
     """
 
     workload: str
@@ -282,6 +285,7 @@ class Result:
     ours: bool = False
     comparable: bool = True
     ran: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.status in STATUSES, f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")

@@ -11,21 +11,17 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 from attnscope.errors import AttnscopeError, TraceError, UsageError
+from attnscope.scrubbing import blocks_of, look_for_private, neutral_name, scrub
 
 TRACES = (".json", ".json.gz", ".pftrace", ".pftrace.gz", ".perfetto-trace")
 TRACE_UTIL = "trace-util>=0.2"
 HUB = "huggingface-hub>=1.20"
 PERFETTO = "https://ui.perfetto.dev/#!/?url="
-_VARIABLE = re.compile(rb'"(PATH|HOME|PWD|USER|SHELL|LD_LIBRARY_PATH|PYTHONPATH|HOSTNAME)\\?"\s*:')
-_DUMP = re.compile(rb"\bLD_LIBRARY_PATH\b")
-_HOME = re.compile(rb"(?:/home/|/Users/|/root/|[A-Za-z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))[^\s/\\\"']*")
-OVERLAP = 4096
 
 
 @dataclass(frozen=True)
@@ -36,21 +32,6 @@ class Shared:
     through: str
     public: bool | None = None
     left_out: tuple[str, ...] = ()
-
-
-@dataclass
-class Private:
-    """What one trace says of its machine and its user."""
-
-    environment: bool = False
-    homes: set[str] = field(default_factory=set)
-
-    def sentences(self) -> Iterator[str]:
-        """One for each kind."""
-        if self.environment:
-            yield "holds environment variables of the machine it was recorded on, perhaps with secrets"
-        if self.homes:
-            yield f"holds paths of a user ({', '.join(sorted(self.homes)[:3])})"
 
 
 def find_traces(folder: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
@@ -78,37 +59,12 @@ def _is_trace(path: Path) -> bool:
     if ".json" not in path.name:
         return True
     tail, first = b"", True
-    for block in _blocks(path):
+    for block in blocks_of(path):
         piece = tail + block
         if b'"traceEvents"' in piece or (first and piece.lstrip().startswith(b"[") and b'"ph"' in piece):
             return True
         tail, first = block[-16:], False
     return False
-
-
-def look_for_private(path: Path) -> Private:
-    """What a trace file gives away, by its bytes, whatever its structure. Raises TraceError."""
-    found, variables, tail = Private(), set(), b""
-    for block in _blocks(path):
-        piece = tail + block
-        variables |= {match[1] for match in _VARIABLE.finditer(piece)}
-        found.environment |= _DUMP.search(piece) is not None
-        if len(found.homes) < 8:
-            found.homes |= {match.decode(errors="replace") for match in _HOME.findall(piece)}
-        tail = piece[-OVERLAP:]
-    found.environment |= len(variables) >= 2
-    return found
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    try:
-        with open(path, "rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                yield block
-    except (OSError, EOFError) as error:
-        raise TraceError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def scrubbed(path: Path, target: Path) -> None:
@@ -117,10 +73,8 @@ def scrubbed(path: Path, target: Path) -> None:
     Raises:
         TraceError: it is not JSON, or still gives something away.
     """
-    from attnscope.profiling import scrub
-
     try:
-        trace = json.loads(b"".join(_blocks(path)))
+        trace = json.loads(b"".join(blocks_of(path)))
     except ValueError as error:
         raise TraceError(
             f"{path} cannot be scrubbed, it is not JSON: {error}\nhint: leave it out of the folder"
@@ -141,7 +95,7 @@ def share_traces(
     Args:
         folder: where the traces are, at any depth; nothing else in it is sent.
         bucket: ``USER/NAME``.
-        scrub: send copies without environment, host and folders.
+        scrub: send copies without environment, host, folders and secrets, under names without the host's.
         as_is: send traces although they hold such.
         mirror: delete in the bucket what is not in the folder.
 
@@ -153,7 +107,9 @@ def share_traces(
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", bucket):
         raise UsageError(f"--bucket must be USER/NAME, got {bucket!r:.120}")
     traces, left_out = find_traces(folder)
-    if not scrub and not as_is:
+    if scrub:
+        traces = _neutrally_named(traces)
+    elif not as_is:
         _refuse_private(traces)
     through = _uploader()
     with tempfile.TemporaryDirectory(prefix="attnscope-share-") as place:
@@ -183,6 +139,17 @@ def perfetto_link(bucket: str, path: str) -> str:
     from huggingface_hub import constants
 
     return f"{PERFETTO}{constants.ENDPOINT}/buckets/{bucket}/resolve/{quote(path)}"
+
+
+def _neutrally_named(traces: dict[str, Path]) -> dict[str, Path]:
+    """The same under names that tell no machine's. Raises UsageError where two would be called alike."""
+    renamed: dict[str, Path] = {}
+    for name, path in traces.items():
+        new = (PurePosixPath(name).parent / neutral_name(path.name)).as_posix()
+        if new in renamed:
+            raise UsageError(f"{name} and {renamed[new].name} would both be called {new}\nhint: rename one of them")
+        renamed[new] = path
+    return renamed
 
 
 def _refuse_private(traces: dict[str, Path]) -> None:

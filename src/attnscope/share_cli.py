@@ -12,7 +12,7 @@ def share(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the traces are.", show_default=False)],
     bucket: Annotated[str, typer.Option("--bucket", metavar="USER/NAME", help="The bucket on the Hugging Face Hub.")],
     scrub: Annotated[
-        bool, typer.Option("--scrub", help="Send copies without environment, host and folders of the machine.")
+        bool, typer.Option("--scrub", help="Send copies without environment, host, folders and secrets.")
     ] = False,
     as_is: Annotated[bool, typer.Option("--as-is", help="Send traces although they hold such.")] = False,
     mirror: Annotated[

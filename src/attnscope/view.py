@@ -150,6 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in (f"{HOST}:{self.server.server_port}", f"localhost:{self.server.server_port}"):
             self._headers(403, {"Content-Length": "0"})  # a foreign name that was made to lead here
             return False
+        if self.headers.get("Origin", self.server.origin) != self.server.origin:
+            self._headers(403, {"Content-Length": "0"})  # another page, which could not read it but would end this
+            return False
         if self.path.partition("?")[0] != f"/{self.server.name}":
             self._headers(404, {"Content-Length": "0"})
             return False
@@ -158,6 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _headers(self, status: int, more: dict[str, str]) -> None:
         self.send_response(status)
         shared = {"Access-Control-Allow-Origin": self.server.origin, "Vary": "Origin", "Cache-Control": "no-cache"}
+        shared["Accept-Ranges"] = "none"  # the page reads a trace whole
         for name, value in (shared | more).items():
             self.send_header(name, value)
         self.end_headers()

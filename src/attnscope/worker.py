@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,11 +60,18 @@ class Worker:
 
     ``warm_up`` (a ``module:function`` and its arguments) runs first in every new child, within a limit of its own: the
     seconds that importing torch takes are not the first implementation's. With ``hide_secrets`` the child's environment
-    holds no tokens and keeps it off the hub.
+    holds no tokens and keeps it off the hub; ``environment`` is added to it.
     """
 
-    def __init__(self, warm_up: tuple[str, *tuple[Any, ...]] | None = None, *, hide_secrets: bool = False) -> None:
+    def __init__(
+        self,
+        warm_up: tuple[str, *tuple[Any, ...]] | None = None,
+        *,
+        hide_secrets: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._warm_up = warm_up
+        self._added = dict(environment or {})
         self._hide_secrets = hide_secrets
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
@@ -139,7 +146,7 @@ class Worker:
         ours, theirs = Pipe()
         handle, name = tempfile.mkstemp(prefix="attnscope-worker-", suffix=".log")
         self._log = Path(name)
-        environment = dict(os.environ)
+        environment = os.environ | self._added
         if self._hide_secrets:
             from attnscope.implementations.hub.trust import without_secrets
 

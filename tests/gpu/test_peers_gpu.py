@@ -161,3 +161,4 @@ def test_flex_times_its_block_mask_apart(gpu):
     for _ in range(3):
         prepared.backward(inputs, prepared.forward(inputs, save=True).saved)
     assert prepared.compilations >= 1 and prepared.recompiles == 0
+    assert len(prepared.remarks()) == 1 and "BlockMask" in prepared.remarks()[0]

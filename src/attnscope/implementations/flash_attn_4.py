@@ -1,12 +1,14 @@
 """Stage 2: FlashAttention-4, the CuTe DSL kernels of package ``flash-attn-4`` (``flash_attn.cute``).
 
 Reads Inputs, writes Output and Gradients. Must not import another implementation or a later stage. What the sheet says
-was read in flash-attn-4 4.0.0b36, flash_attn/cute/interface.py and utils.py. Each combination of shapes and options is
-compiled at its first call, which ``prepare`` makes.
+was read in flash-attn-4 4.0.0b36, flash_attn/cute/interface.py, utils.py and cache_utils.py. Each combination of
+options is compiled at its first call, which ``prepare`` makes; the library keeps what it compiled on disk only where
+the environment sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +51,7 @@ class FlashAttn4(SheetImplementation):
         kernels={"cuda": (r"flash_attncute|FlashAttention(Forward|Backward)",)},
         lse=True,
         coarse_tanh=True,
+        kept_on_disk=os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == "1",
     )  # fmt: skip
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:

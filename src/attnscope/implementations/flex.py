@@ -48,6 +48,7 @@ class Flex(SheetImplementation):
         packages=("torch>=2.10",),
         kernels={"cuda": (r"flex_(attention|decoding)",)},
         compiled=True,
+        kept_on_disk=True,
         by_name=frozenset({"cpu"}),
     )  # fmt: skip
 
@@ -111,6 +112,15 @@ class PreparedFlex:
     def recompiles(self) -> int:
         """Graphs compiled since ``prepare`` ended; 0 unless what a call passes changes its kind."""
         return self.compilations - self.compiled_in_prepare
+
+    def remarks(self) -> list[str]:
+        """What a reader of its times must know: what its BlockMask took, and whether anything was compiled again."""
+        found = []
+        if self.block_mask is not None:
+            found.append(f"its BlockMask took {self.block_mask_s * 1e3:.3g} ms to build, in prepare, not in the call")
+        if self.recompiles:
+            found.append(f"was compiled again after prepare ({self.recompiles} times): a call may have waited for it")
+        return found
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
         """out; it is not asked for lse, which its CPU kernel does not give."""

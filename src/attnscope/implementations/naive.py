@@ -112,6 +112,7 @@ class NaiveCompiled(_NaiveBase):
         compute=OWN_PRECISION,
         materialises_scores=True,
         compiled=True,
+        kept_on_disk=True,
     )
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:

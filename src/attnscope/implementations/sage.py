@@ -43,6 +43,7 @@ class Sage(SheetImplementation):
         packages=("torch", "sageattention"),
         kernels={"cuda": (r"_attn_fwd|qk_int8|sage",)},
         approximate=True,
+        kept_on_disk=True,
     )
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:

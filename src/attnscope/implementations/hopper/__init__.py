@@ -53,6 +53,7 @@ class Hopper(SheetImplementation):
         coarse_tanh=True,
         lse=True,
         deterministic=True,
+        kept_on_disk=True,
         ours=True,
     )  # fmt: skip
 

@@ -52,6 +52,7 @@ class HopperCuda(SheetImplementation):
         kernels={"cuda": (f"^{KERNEL}$",)},
         lse=True,
         deterministic=True,
+        kept_on_disk=True,
         ours=True,
     )
 

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from attnscope.errors import UsageError
+from attnscope.secrecy import SECRET_NAME, SECRET_VALUE
 
 PREFIX = "hub:"
 LOCK_FILE = "attnscope-kernels.lock"
 LOCK_VERSION = 1
 SPELLING = "hub:OWNER/NAME@REVISION or hub:./FOLDER"
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|(^|_)(AUTH|PAT)(_|$)", re.I)
-_SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]*@")  # an address with a password in it
 _BYTE_CODE = re.compile(r"\.pyc$|(^|/)__pycache__/")  # the library never fetches it
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSION = re.compile(r"v?(\d{1,9})")
@@ -298,13 +297,20 @@ def _file_hash(path: Path, kind: str, start: bytes = b"") -> str:
 
 
 def without_secrets(environment: dict[str, str]) -> dict[str, str]:
-    """``environment`` without tokens, passwords and keys, and told to look for none and to stay off the network."""
+    """``environment`` without tokens, passwords and keys, and told to look for none and to stay off the network.
+
+    The library's own home, where it keeps tokens in files, is nowhere; its cache of kernels stays where it is.
+    """
     kept = {
         name: value
         for name, value in environment.items()
-        if not _SECRET_NAME.search(name) and not _SECRET_VALUE.search(value) and name != "SSH_AUTH_SOCK"
+        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value) and name != "SSH_AUTH_SOCK"
     }
-    return kept | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "HF_TOKEN_PATH": os.devnull}
+    caches = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME", "~"), ".cache")
+    home = environment.get("HF_HOME") or os.path.join(caches, "huggingface")
+    named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    kept |= {"HF_HUB_CACHE": named or os.path.join(home, "hub"), "HF_HOME": os.devnull, "HF_TOKEN_PATH": os.devnull}
+    return kept | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
 
 
 def first_line(error: object) -> str:

@@ -88,6 +88,7 @@ class TritonFused(SheetImplementation):
         kernels_absent={"cpu": (ANY_FUSED,), "cuda": (ANY_FUSED,)},
         lse=True,
         deterministic=True,
+        kept_on_disk=True,
         ours=True,
     )
 
