@@ -162,7 +162,8 @@ class PreparedMasked(PreparedHopper):
         if self.masks is not None:
             tensors["between"] = torch.empty(self.masks.offsets[-1], dtype=torch.int32, device=q.device)
         key = tuple([(t.data_ptr(), t.stride()) for t in tensors.values() if t is not None])
-        launches, copies = self.calls.get(key), []
+        launches = self.calls.get(key)
+        copies: list[Tensor] = []
         if launches is None:
             launches, copies = self._launches(tensors)
             if not copies:
