@@ -44,7 +44,8 @@ struct Fiber {
 static std::vector<Fiber> emulator_fibers;
 static ucontext_t emulator_scheduler;
 static const std::function<void()>* emulator_body;
-static std::vector<char> emulator_shared;
+static std::vector<char> emulator_shared;  // of which a margin is not the block's, so that its own part can be aligned
+#define EMULATOR_MARGIN 256
 static const char* emulator_error;
 
 struct Pending { void* to; const void* from; bool valid; int group; };
@@ -182,7 +183,7 @@ static const char* emulator_launch(unsigned gx, unsigned gy, unsigned gz, unsign
   emulator_order = order;
   blockDim = {threads, 1, 1};
   gridDim = {gx, gy, gz};
-  emulator_shared.assign(shared + 256, (char)0xff);
+  emulator_shared.assign(shared + EMULATOR_MARGIN, (char)0xff);
   for (unsigned z = 0; z < gz && !emulator_error; z++)
     for (unsigned y = 0; y < gy && !emulator_error; y++)
       for (unsigned x = 0; x < gx && !emulator_error; x++) {
