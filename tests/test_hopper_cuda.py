@@ -76,10 +76,12 @@ def test_the_kernel_is_right_on_the_emulator(emulated):
         "B2,H2/1,L150,S210,D64,bf16,causal=bottom_right,layout=blhd",
         "B1,H3,L130,S66,D64,bf16,causal=bottom_right",  # the first rows see nothing
         "B1,H2,L129,D64,bf16,causal,layout=qkv,scale=0.5",
+        "B1,H2/1,L130,S150,D72,Dv40,bf16,causal=bottom_right",
     ):
         check(emulated, text, SMALL)
 
 
+MASKS = ("", ",causal", ",causal=bottom_right", ",window=40", ",causal,window=40")
 def test_two_blocks_that_share_keys_are_right_on_the_emulator(emulated):
     for text in (
         "B1,H2,L300,S210,D64,bf16,causal=bottom_right,layout=blhd",  # an odd number of tiles of rows; two turns
@@ -125,6 +127,16 @@ SHAPES = [
     ("B2,H8/2,L300,D64,bf16,causal,window=70", PAIR),
     ("B3,H4/2,L150,S210,D64,bf16", PAIR),
     ("B1,H6/2,L300,D64,bf16,causal", PAIR),
+    *((f"B1,H2/1,L150,S270,D192,Dv128,bf16{mask}", None) for mask in MASKS),
+    ("B2,H1,L300,D192,Dv128,fp16,causal,layout=blhd", Configuration(2, 96, 2, False, slack=8, query_slots=2)),
+    ("B1,H2,L200,S170,D192,Dv128,bf16,causal", Configuration(3, 80, 3, slack=8, schedule="table")),
+    *((f"B1,H1,L140,S200,D64,Dv128,bf16{mask}", None) for mask in MASKS),
+    *((f"B1,H2,L140,S200,D128,Dv64,fp16{mask},layout=blhd", None) for mask in MASKS),
+    *((f"B2,H1,L140,S200,D72,Dv40,bf16{mask}", Configuration(2, 48, 3, query_slots=2)) for mask in MASKS),
+    ("B1,H1,L140,S200,D256,Dv64,bf16,causal=bottom_right", None),
+    ("B1,H1,L140,S200,D64,Dv256,fp16,window=50", None),
+    ("B1,H2,L70,S90,D8,Dv256,bf16,causal", None),
+    ("B1,H2,L70,S90,D256,Dv8,bf16", None),
 ]
 
 
@@ -143,6 +155,13 @@ def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
         check(
             emulated, "B1,H1,L130,S300,D64,bf16,causal=bottom_right", dataclasses.replace(SMALL, slack=slack), kind=kind
         )
+
+
+def change_source(tmp_path, monkeypatch, stands: str, instead: str) -> None:
+    text = hopper_cuda.SOURCE.read_text()
+    assert stands in text
+    (tmp_path / "forward.cu").write_text(text.replace(stands, instead))
+    monkeypatch.setattr(hopper_cuda, "SOURCE", tmp_path / "forward.cu")
 
 
 @pytest.mark.long
@@ -171,7 +190,7 @@ def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
     ],
 )
 def test_the_emulator_sees_what_the_kernel_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
-    mutate(tmp_path, monkeypatch, stands, instead)
+    change_source(tmp_path, monkeypatch, stands, instead)
     with pytest.raises(AssertionError):
         for slots in (1, 2):
             check(
@@ -201,18 +220,26 @@ def test_the_emulator_sees_what_the_kernel_may_lack(emulated, tmp_path, monkeypa
     ],
 )
 def test_the_emulator_sees_what_a_cluster_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
-    mutate(tmp_path, monkeypatch, stands, instead)
+    change_source(tmp_path, monkeypatch, stands, instead)
     with pytest.raises(AssertionError):
         for text in ("B1,H2,L600,S333,D64,bf16,causal=bottom_right", "B1,H1,L600,D64,bf16,causal,window=70"):
             check(emulated, text, PAIR, blocks=4)
 
 
-def mutate(folder, monkeypatch, stands, instead) -> None:
-    """The kernel's source is now one in which something else stands."""
-    text = hopper_cuda.SOURCE.read_text()
-    assert stands in text
-    (folder / "forward.cu").write_text(text.replace(stands, instead))
-    monkeypatch.setattr(hopper_cuda, "SOURCE", folder / "forward.cu")
+@pytest.mark.parametrize(
+    ("stands", "instead"),
+    [
+        ("fill<CLUSTER, VALUE_PANELS>", "fill<CLUSTER, PANELS>"),
+        ("values + value_ring.stage * VALUE_BYTES", "values + value_ring.stage * KEY_BYTES"),
+        ("value_operand + values.stage * (VALUE_BYTES >> 4)", "value_operand + values.stage * (KEY_BYTES >> 4)"),
+        ("keys + key_ring.stage * KEY_BYTES", "keys + key_ring.stage * VALUE_BYTES"),
+        ("d < HEAD_DIM / 16", "d < VALUE_DIM / 16"),
+    ],
+)
+def test_the_emulator_sees_head_dims_that_are_taken_for_one_another(emulated, tmp_path, monkeypatch, stands, instead):
+    change_source(tmp_path, monkeypatch, stands, instead)
+    with pytest.raises(AssertionError):
+        check(emulated, "B1,H1,L100,S200,D128,Dv40,bf16", Configuration(2, 64, 2))
 
 
 # --- its machine code -------------------------------------------------------------------------------------------------
@@ -241,7 +268,10 @@ def test_the_usual_kernel_neither_spills_nor_serialises():
 
 @pytest.mark.long
 @pytest.mark.parametrize("mask", ["", ",causal", ",window=64", ",causal,window=64"])
-@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "head_dim",
+    [8, 64, 96, 128, 192, 256, "192,Dv128", "64,Dv128", "128,Dv64", "72,Dv40", "256,Dv64", "64,Dv256", "256,Dv8"],
+)
 def test_no_usual_kernel_spills_or_serialises(head_dim, mask):
     for dtype, heads in (("bf16", 1000), ("fp16", 1000), ("bf16", 1)):
         workload = Workload.parse(f"H{heads},L1,D{head_dim},{dtype}{mask}")
@@ -249,10 +279,10 @@ def test_no_usual_kernel_spills_or_serialises(head_dim, mask):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, "192,Dv128"])
 def test_no_candidate_spills_or_serialises(head_dim):
-    for mask, length in (("", 1), (",causal", 1), ("", 2048), (",causal", 2048)):
-        workload = Workload.parse(f"H1000,L{length},D{head_dim},bf16{mask}")
+    for mask, (heads, length) in itertools.product(("", ",causal"), ((1000, 1), (1000, 2048), (1, 2048))):
+        workload = Workload.parse(f"H{heads},L{length},D{head_dim},bf16{mask}")
         for configuration in configurations.candidates(workload, HOPPER):
             check_machine_code(workload, configuration)
 
@@ -260,19 +290,35 @@ def test_no_candidate_spills_or_serialises(head_dim):
 # --- what needs no kernel ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", sorted({limit for limit, *_ in CHOICES}))
-def test_candidates_fit_and_the_usual_comes_first(limit):
+@pytest.mark.parametrize("limits", sorted({key[:-2] for key in CHOICES}))
+def test_candidates_fit_and_the_usual_comes_first(limits):
     for mask, (heads, length) in itertools.product(("", ",causal", ",window=9"), ((4, 512), (40, 512), (40, 2048))):
-        workload = Workload.parse(f"H{heads},L{length},D{limit},bf16{mask}")
+        workload = Workload.parse(f"H{heads},L{length},D{limits[0]},Dv{limits[-1]},bf16{mask}")
         found = configurations.candidates(workload, HOPPER)
         assert found[0] == usual(workload) and 3 <= len(set(found)) == len(found) <= 7
         assert len(found) == len(configurations.choices(workload)), "an entry of CHOICES does not fit"
         assert all(one.schedule in configurations.SCHEDULES for one in found)
-        assert all(one.shared_bytes(limit) <= 227 * 1024 for one in found)
+        assert all(one.shared_bytes(limits[0], limits[-1]) <= 227 * 1024 for one in found)
+
+
+def test_the_usual_configuration_fits_every_pair_of_head_dims():
+    for head_dim, value_dim in itertools.product(range(8, 257, 8), repeat=2):
+        workload = Workload(B=1, H=1, L=512, D=head_dim, D_v=value_dim, dtype="bf16", causal="top_left")
+        for one in (workload, workload.replace(L=2048, S=2048), workload.replace(causal=None)):
+            assert usual(one).fits(head_dim, value_dim), one
+            assert configurations.candidates(one, HOPPER) == list(configurations.choices(one))
+
+
+def test_a_configuration_fits_by_both_head_dims():
+    wide = Configuration(2, 128, 2)
+    assert wide.fits(192, 128) and not wide.fits(192, 192) and not wide.fits(256, 128)  # by shared memory
+    narrow = Configuration(3, 112, 2)
+    assert narrow.fits(64, 96) and not narrow.fits(64, 128) and not narrow.fits(64, 256)  # by registers
+    assert wide.shared_bytes(192, 128) == 1024 + 128 * 384 + 2 * 128 * (384 + 256) + 10 * 8
 
 
 def test_a_configuration_that_does_not_fit_is_refused():
-    with pytest.raises(UsageError, match="must fit registers and shared memory at D = 256"):
+    with pytest.raises(UsageError, match="must fit registers and shared memory at D = 256, D_v = 256"):
         hopper_cuda.HopperCuda().prepare_as(Workload.parse("H1,L64,D256,bf16"), HOPPER, Configuration(2, 176, 2))
 
 
@@ -283,6 +329,8 @@ def test_workloads_that_share_a_class_share_a_kernel():
     kind = hopper_cuda.HopperCuda()
     assert kind.tuning_class(a) == kind.tuning_class(b) == "d128 causal bf16 short"
     assert kind.tuning_class(b.replace(L=8192)) == "d128 causal bf16 long" != kind.tuning_class(b.replace(causal=None))
+    latent, small, wide = (Workload.parse(f"H4,L2048,D{dims},bf16") for dims in ("192,Dv128", "64,Dv128", "192,Dv136"))
+    assert [kind.tuning_class(one).split()[0] for one in (latent, small, wide)] == ["d192v128", "d128", "d192"]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +342,9 @@ def test_workloads_that_share_a_class_share_a_kernel():
         ("H2,L64,D64,bf16,scale=-1", "needs a scale of at least"),
         ("H2,L64,D64,bf16,scale=0", "needs a scale of at least"),
         ("H2,L64,D64,bf16,softcap=20", "does not support a softcap"),
-        ("H2,L64,D64,Dv32,bf16", "does not support a value head dim that differs"),
+        ("H2,L64,D64,Dv32,bf16", None),
+        ("H2,L64,D64,Dv264,bf16", "takes D_v up to 256, not 264"),
+        ("H2,L64,D64,Dv36,bf16", "needs D_v to be a multiple of 8, not 36"),
         ("H2,L2000000000,D64,bf16", "takes L + S up to"),
         ("B600000,H32,L64,D64,bf16", None),
         ("B60000000,H32,L64,D64,bf16", "tiles of rows over batch and heads"),
@@ -338,10 +388,10 @@ def test_maps_name_the_innermost_axis_first():
 
 
 def test_empty_problems_launch_nothing():
-    for text in ("B0,H2,L5,D64,bf16", "B1,H2,L0,S5,D64,bf16", "B1,H2,L5,S0,D64,bf16"):
+    for text in ("B0,H2,L5,D64,bf16", "B1,H2,L0,S5,D64,bf16", "B1,H2,L5,S0,D64,bf16", "B1,H2,L5,S0,D64,Dv40,bf16"):
         workload = Workload.parse(text)
         output = hopper_cuda.HopperCuda().prepare(workload, HOPPER).forward(make_inputs(workload, find_device("cpu")))
-        assert output.out.shape == (workload.B, 2, workload.L, 64) and not output.out.any()
+        assert output.out.shape == (workload.B, 2, workload.L, workload.D_v) and not output.out.any()
         assert torch.isneginf(output.lse).all()
 
 

@@ -92,10 +92,18 @@ inline void emulator_land(char* to, const TensorMap& map, Barrier* barrier, cons
   found.bytes -= map.box[0] * map.box[1] * 2;
   emulator_advance(found);
 }
+inline void emulator_check_place(const char* to, unsigned bytes) {
+  const char *begin = (const char*)emulator_dynamic_shared(), *end = begin + emulator_shared_bytes;
+  auto barrier = emulator_barriers.lower_bound((Barrier*)to);
+  if (to < begin || to + bytes > end) emulator_fail("a box leaves the block's shared memory");
+  else if (barrier != emulator_barriers.end() && (const char*)barrier->first < to + bytes) emulator_fail("a box covers a barrier");
+}
 inline void emulator_ask(void* to, const TensorMap& map, Barrier* barrier, int x, int row, int head, int batch,
                          unsigned first, unsigned last) {
   if (shared_address(to) % 1024) emulator_fail("a swizzled box does not begin at a multiple of 1024 bytes");
   if (map.box[0] != 64 || map.box[1] > 256 || map.box[2] != 1 || map.box[3] != 1) emulator_fail("a box of another shape");
+  emulator_check_place((const char*)to, map.box[1] * 128);
+  if (emulator_error) return;
   std::vector<long long> from = {x, row, head, batch};
   TensorMap kept = map;
   for (unsigned rank = first; rank < last; rank++) {

@@ -56,6 +56,7 @@ static ucontext_t emulator_scheduler;
 static const std::function<void()>* emulator_body;
 static std::vector<char> emulator_shared;
 static size_t emulator_shared_stride;  // from a block's shared memory to the next one's, a multiple of 1024
+static size_t emulator_shared_bytes;   // of them, what a block asked for
 static bool emulator_cluster_met;
 static const char* emulator_error;
 
@@ -219,6 +220,7 @@ static const char* emulator_launch(unsigned gx, unsigned gy, unsigned gz, unsign
   if (gx % cluster) return "the grid is not a multiple of the cluster";
   blockDim = {threads, 1, 1};
   gridDim = {gx, gy, gz};
+  emulator_shared_bytes = shared;
   emulator_shared.assign(emulator_shared_stride * cluster + 256, (char)0xff);
   for (unsigned z = 0; z < gz && !emulator_error; z++)
     for (unsigned y = 0; y < gy && !emulator_error; y++)

@@ -41,6 +41,15 @@ WORKLOADS = [
     "B8,H32/8,L1,S4096,D128,bf16",
     "B1,H32,L128,D128,bf16,causal",  # few tiles: blocks of one group
     "B2,H4/2,L33,S2000,D256,fp16,causal=bottom_right",
+    "B2,H8,L1024,D192,Dv128,bf16",
+    "B2,H8/2,L1000,D192,Dv128,fp16,causal,layout=blhd",
+    "B1,H4,L300,S700,D192,Dv128,bf16,causal=bottom_right",
+    "B1,H4,L500,D192,Dv128,bf16,causal,window=64",
+    "B1,H3,L257,S300,D64,Dv128,bf16,window=50",
+    "B2,H3,L200,S333,D128,Dv64,fp16,causal=bottom_right",
+    "B1,H2,L130,D72,Dv40,bf16,causal",
+    "B1,H2,L200,D256,Dv64,bf16",
+    "B1,H2,L200,D8,Dv256,fp16,causal",
 ]
 
 
@@ -60,7 +69,7 @@ def test_the_whole_check(text: str, gpu: Device) -> None:
 
 
 @pytest.mark.parametrize("mask", ["", ",causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, "192,Dv128"])
 def test_every_candidate_agrees(head_dim: int, mask: str, gpu: Device) -> None:
     failures = []
     for heads, length in (("B4,H8/2", 1100), ("B1,H8/2", 1000)):  # many tiles, and few

@@ -35,13 +35,15 @@ NO_TABLE = ctypes.c_void_p(None)
 
 
 class HopperCuda(SheetImplementation):
-    """Forward only, causal both ways, windows, grouped heads; head dims up to 256."""
+    """Forward only, causal both ways, windows, grouped heads; head dims up to 256, those of values of their own."""
 
     name = "hopper_cuda"
     summary = "our forward for Hopper in CUDA C++: copy engine, warpgroup products, persistent blocks; forward only"
     sheet = Sheet(
         dtypes=frozenset({"bf16", "fp16"}),
-        features=frozenset({"gqa", "cross", "causal_top_left", "causal_bottom_right", "window", "scale"}),
+        features=frozenset(
+            {"gqa", "cross", "unequal_head_dims", "causal_top_left", "causal_bottom_right", "window", "scale"}
+        ),
         devices=frozenset({"cuda"}),
         directions=frozenset({"forward"}),
         max_head_dim=256,
@@ -88,10 +90,10 @@ class HopperCuda(SheetImplementation):
             UsageError: it does not fit the card.
             PrepareFailed: it does not compile.
         """
-        if not configuration.fits(workload.D):
+        if not configuration.fits(workload.D, workload.D_v):
             raise UsageError(
-                f"{self.name}: a configuration must fit registers and shared memory at D = {workload.D}, got "
-                f"{configuration}\nhint: fewer keys or stages"
+                f"{self.name}: a configuration must fit registers and shared memory at D = {workload.D}, D_v = "
+                f"{workload.D_v}, got {configuration}\nhint: fewer keys or stages"
             )
         return PreparedHopperCuda(workload, device, configuration)
 
@@ -108,7 +110,7 @@ class PreparedHopperCuda:
         multiprocessors = device.multiprocessors or configurations.MULTIPROCESSORS
         defines = configuration.defines(workload, multiprocessors)
         self.kernel = cuda.load_kernel(SOURCE, KERNEL, device, defines, specific=True)
-        self.shared_bytes = configuration.shared_bytes(workload.D)
+        self.shared_bytes = configuration.shared_bytes(workload.D, workload.D_v)
         self.kernel.allow_shared_bytes(self.shared_bytes, device.index)
         self.section = max(1, scheduling.section_heads(workload, device) // configuration.cluster_heads(workload))
         self.sizes = kernel_sizes(workload, configuration, self.section)

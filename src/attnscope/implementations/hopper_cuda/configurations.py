@@ -19,6 +19,7 @@ PANEL_COLUMNS = 64  # 16-bit numbers of a row of 128 bytes, the widest that the 
 MULTIPROCESSORS = 132  # where the device does not say
 # Of the copying warpgroup and of each multiplying one; together 64 Ki. Where one multiplies, none are moved.
 REGISTERS = {1: (248, 248), 2: (24, 240), 3: (32, 160)}
+OTHER_REGISTERS = 28  # beside results: with these the assembler spills nothing, with 24 it does
 SHORT, MEDIUM = 1024, 4096  # longest L or S of a length class
 MAX_TABLE_TILES = 2**20  # more take the host about a second to deal, and balance by their number
 SCHEDULES = ("arithmetic", "table")
@@ -67,20 +68,21 @@ class Configuration:
         """Of a block: a warpgroup that copies, then the groups."""
         return 128 * (self.groups + 1)
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory of a block."""
-        panels = ceil_div(head_dim, PANEL_COLUMNS)
-        tiles = (self.query_slots * self.rows + 2 * self.stages * self.keys) * panels * PANEL_COLUMNS * 2
-        return ALIGNMENT_BYTES + tiles + (2 * self.query_slots + 4 * self.stages) * BARRIER_BYTES
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Dynamic shared memory of a block; ``head_dim`` of queries and keys."""
+        panels, value_panels = ceil_div(head_dim, PANEL_COLUMNS), ceil_div(value_dim, PANEL_COLUMNS)
+        rows = self.query_slots * self.rows * panels + self.stages * self.keys * (panels + value_panels)
+        barriers = 2 * self.query_slots + 4 * self.stages
+        return ALIGNMENT_BYTES + rows * PANEL_COLUMNS * 2 + barriers * BARRIER_BYTES
 
-    def result_registers(self, head_dim: int) -> int:
+    def result_registers(self, value_dim: int) -> int:
         """Registers a thread for sums, scores and the weights of the tile before, which live at once."""
-        return padded_head_dim(head_dim) // 2 + self.keys // 2 + self.keys // 4
+        return padded_head_dim(value_dim) // 2 + self.keys // 2 + self.keys // 4
 
-    def fits(self, head_dim: int) -> bool:
-        """Whether shared memory and registers suffice; 30 registers are kept for everything else."""
-        enough = self.result_registers(head_dim) + 20 <= REGISTERS[self.groups][1]
-        return enough and self.shared_bytes(head_dim) <= SHARED_LIMIT_BYTES
+    def fits(self, head_dim: int, value_dim: int) -> bool:
+        """Whether shared memory and registers suffice."""
+        enough = self.result_registers(value_dim) + OTHER_REGISTERS <= REGISTERS[self.groups][1]
+        return enough and self.shared_bytes(head_dim, value_dim) <= SHARED_LIMIT_BYTES
 
     def tiles(self, workload: Workload) -> int:
         """Tiles of rows, those of a cluster counted once."""
@@ -101,7 +103,8 @@ class Configuration:
         """Macros for forward.cu."""
         copying, multiplying = REGISTERS[self.groups]
         return {
-            "T16": C_TYPES[workload.dtype], "DIMS": workload.D, "HEAD_DIM": padded_head_dim(workload.D),
+            "T16": C_TYPES[workload.dtype], "DIMS": workload.D_v, "HEAD_DIM": padded_head_dim(workload.D),
+            "VALUE_DIM": padded_head_dim(workload.D_v),
             "GROUPS": self.groups, "KEYS": self.keys, "STAGES": self.stages, "REGISTERS_COPY": copying,
             "REGISTERS_GROUP": multiplying, "PING_PONG": int(self.ping_pong and self.groups > 1),
             "SNAKE": int(self.snake), "SLACK": self.slack, "TABLE": int(self.by_table(workload, multiprocessors)),
@@ -127,7 +130,7 @@ def has_upper_bound(workload: Workload) -> bool:
 
 def tuning_class(workload: Workload) -> str:
     """The class of workloads that share a tuned configuration: width of the head, mask, dtype, length, few tiles."""
-    width = next(limit for limit in (64, 128, 192, 256) if workload.D <= limit)
+    width = "v".join(str(limit) for limit in head_limits(workload))
     mask = "window" if workload.window is not None else "causal" if workload.causal else "full"
     longest = max(workload.L, workload.S)
     length = "short" if longest <= SHORT else "medium" if longest <= MEDIUM else "long"
@@ -139,9 +142,9 @@ TABLE: dict[str, Any] = {"schedule": "table"}
 PAIRS: dict[str, Any] = {"cluster": 2}
 
 # Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
-# fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dim
-# counts.
-CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
+# fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dims
+# counts; one with two limits holds queries and keys up to the first, values up to the second.
+CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (64, False, True): (
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 4),
         Configuration(3, 128, 4, slack=8, query_slots=2),
@@ -181,6 +184,25 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
         Configuration(2, 128, 3, **ONE_A_TILE),
         Configuration(2, 128, 2, **TABLE, query_slots=2, **PAIRS),
         Configuration(2, 176, 2, False, **TABLE, slack=8, **PAIRS),
+    ),
+    (192, 128, False, True): (
+        Configuration(2, 128, 2, slack=8), Configuration(2, 96, 2, slack=8, query_slots=2), Configuration(2, 128, 2),
+        Configuration(2, 128, 2, False, slack=8), Configuration(2, 112, 2, slack=8),
+    ),
+    (192, 128, False, False): (
+        Configuration(2, 128, 2, slack=8), Configuration(2, 128, 2, False, slack=8), Configuration(2, 128, 2),
+        Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2, slack=8, query_slots=2),
+        Configuration(3, 80, 3, slack=8),
+    ),
+    (192, 128, True, True): (
+        Configuration(2, 128, 2, **TABLE, slack=8), Configuration(2, 96, 2, **TABLE, slack=8, query_slots=2),
+        Configuration(2, 128, 2, **TABLE), Configuration(2, 128, 2, False, **TABLE, slack=8),
+        Configuration(2, 128, 2, slack=8, **ONE_A_TILE),
+    ),
+    (192, 128, True, False): (
+        Configuration(2, 128, 2, **TABLE, slack=8), Configuration(2, 128, 2, False, **TABLE, slack=8),
+        Configuration(2, 128, 2, **TABLE), Configuration(2, 112, 2, **TABLE, slack=8),
+        Configuration(2, 96, 2, **TABLE, slack=8, query_slots=2), Configuration(3, 80, 3, **TABLE, slack=8),
     ),
     (192, False, True): (
         Configuration(2, 112, 2),
@@ -234,14 +256,20 @@ def few_tiles(workload: Workload) -> bool:
     return workload.B * workload.H * ceil_div(workload.L, GROUP_ROWS) <= MULTIPROCESSORS
 
 
+def head_limits(workload: Workload) -> tuple[int, ...]:
+    """What the keys of CHOICES that hold the workload's head dims begin with: one limit, or that of queries and keys
+    and that of values."""
+    limits = (key[:-2] for key in CHOICES)
+    return next(found for found in limits if workload.D <= found[0] and workload.D_v <= found[-1])
+
+
 def choices(workload: Workload) -> tuple[Configuration, ...]:
     """What is worth timing for the workload's class, the usual one first, whether or not it fits."""
-    w = workload
-    bounded = has_upper_bound(w)
+    w, bounded = workload, has_upper_bound(workload)
     if few_tiles(w):
-        return next(found for (limit, kind), found in FEW.items() if w.D <= limit and kind == bounded)
-    wanted = bounded, max(w.L, w.S) <= SHORT
-    return next(found for (limit, *kind), found in CHOICES.items() if w.D <= limit and tuple(kind) == wanted)
+        widest = max(w.D, w.D_v)
+        return next(found for (limit, kind), found in FEW.items() if widest <= limit and kind == bounded)
+    return CHOICES[(*head_limits(w), bounded, max(w.L, w.S) <= SHORT)]
 
 
 def usual(workload: Workload) -> Configuration:
@@ -252,5 +280,5 @@ def usual(workload: Workload) -> Configuration:
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
     """Configurations worth timing for this workload, the usual one first; each fits, and all its blocks have rows."""
     del device
-    fitting = (one for one in choices(workload) if one.fits(workload.D))
+    fitting = (one for one in choices(workload) if one.fits(workload.D, workload.D_v))
     return [one for one in fitting if workload.L > one.rows or one.cluster == one.cluster_heads(workload)]

@@ -10,9 +10,10 @@
 // waits for the scores alone and computes their weights; then it waits for the sums and brings them to the new maximum.
 // Keys go from the last visible tile to the first: the tile that needs a mask for sure comes first, once.
 //
-// Compiled with T16; DIMS, the tensors' head dim (a multiple of 8), and HEAD_DIM, the multiple of 16 above it; GROUPS; KEYS
-// a tile (a multiple of 16); STAGES of keys and of values; CLUSTER, 1 or 2, and of those blocks CLUSTER_HEADS heads; REGISTERS_COPY and
-// REGISTERS_GROUP a thread; and switches:
+// Compiled with T16; HEAD_DIM and VALUE_DIM, the head dims of queries and keys and of values, each rounded up to a multiple
+// of 16; DIMS, the columns of out (a multiple of 8, of which VALUE_DIM is made); GROUPS; KEYS a tile (a multiple of 16);
+// STAGES of keys and of values; CLUSTER, 1 or 2, and of those blocks CLUSTER_HEADS heads; REGISTERS_COPY and REGISTERS_GROUP
+// a thread; and switches:
 //   DIAGONAL   row i sees keys below i + reach        WINDOW  row i sees keys from i + lag on
 //   PING_PONG  groups begin their products in turn    SNAKE   every other round of tiles goes backwards over the blocks
 //   TABLE      tiles are walked over as `order` says; otherwise in turn, and nobody reads `order`
@@ -20,7 +21,7 @@
 //   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
 // scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L). by_X is
 // 2^62 / X, rounded up.
-// Shared: 1024 + (QUERY_SLOTS * QUERIES + 2 * STAGES * KEYS) * PANELS * 128 bytes, then the barriers.
+// Shared: 1024 + (QUERY_SLOTS * QUERIES * PANELS + STAGES * KEYS * (PANELS + VALUE_PANELS)) * 128 bytes, then the barriers.
 #include "../cuda_headers/copy_engine.cuh"
 #include "../cuda_headers/fragments.cuh"
 #include "../cuda_headers/warpgroup.cuh"
@@ -29,11 +30,13 @@
 #define THREADS (128 * GROUPS + 128)
 #define CLUSTER_TILES (CLUSTER / CLUSTER_HEADS)  // of rows
 #define PANELS ((HEAD_DIM + 63) / 64)
+#define VALUE_PANELS ((VALUE_DIM + 63) / 64)
 #define ROW_BYTES 128
 #define QUERY_BYTES (QUERIES * ROW_BYTES * PANELS)
 #define KEY_BYTES (KEYS * ROW_BYTES * PANELS)
+#define VALUE_BYTES (KEYS * ROW_BYTES * VALUE_PANELS)
 #define SCORE_TILES (KEYS / 8)
-#define DIM_TILES (HEAD_DIM / 8)
+#define DIM_TILES (VALUE_DIM / 8)
 #define FIRST_TURN 1  // of the block's barriers 0 to 15, the one of group 0
 #define MADE 15       // where groups wait for the barriers in shared memory
 #if CLUSTER > 1
@@ -121,30 +124,30 @@ struct Copies {
   Ring<STAGES> key_ring, value_ring;
 
   // `Blocks` share the tile: each asks for a part of the rows, and all get it.
-  template <int Blocks>
+  template <int Blocks, int Panels>
   __device__ __forceinline__ void fill(char* to, const TensorMap& map, Barrier* full, int rows, int row, int head, int batch) {
     int part = blockIdx.x % Blocks * (rows / Blocks);
-    arrive_expecting(full, rows * ROW_BYTES * PANELS);
+    arrive_expecting(full, rows * ROW_BYTES * Panels);
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++)
+    for (int panel = 0; panel < Panels; panel++)
       copy_box_to<Blocks>(to + (panel * rows + part) * ROW_BYTES, map, full, panel * 64, row + part, head, batch);
   }
   __device__ __forceinline__ void fill_keys(int tile, int head, int batch) {
     wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);
-    fill<CLUSTER>(keys + key_ring.stage * KEY_BYTES, *k, &barriers->k_full[key_ring.stage], KEYS, tile * KEYS, head,
-                  batch);
+    fill<CLUSTER, PANELS>(keys + key_ring.stage * KEY_BYTES, *k, &barriers->k_full[key_ring.stage], KEYS, tile * KEYS, head,
+                          batch);
     key_ring.next();
   }
   __device__ __forceinline__ void fill_values(int tile, int head, int batch) {
     wait_for(&barriers->v_empty[value_ring.stage], value_ring.phase ^ 1);
-    fill<CLUSTER>(values + value_ring.stage * KEY_BYTES, *v, &barriers->v_full[value_ring.stage], KEYS, tile * KEYS, head,
-                  batch);
+    fill<CLUSTER, VALUE_PANELS>(values + value_ring.stage * VALUE_BYTES, *v, &barriers->v_full[value_ring.stage], KEYS,
+                                tile * KEYS, head, batch);
     value_ring.next();
   }
   __device__ __forceinline__ void fill_queries(const Work& work) {
     wait_for(&barriers->q_empty[query_ring.stage], query_ring.phase ^ 1);
-    fill<1>(queries + query_ring.stage * QUERY_BYTES, *q, &barriers->q_full[query_ring.stage], QUERIES, work.first, work.head,
-            work.batch);
+    fill<1, PANELS>(queries + query_ring.stage * QUERY_BYTES, *q, &barriers->q_full[query_ring.stage], QUERIES, work.first,
+                    work.head, work.batch);
     query_ring.next();
   }
   // A second slot for queries is free long before this tile's first keys can be copied, an only one is free after them.
@@ -261,13 +264,13 @@ struct Group {
     commit_products();
   }
   __device__ __forceinline__ void start_values() {
-    u64 v = value_operand + values.stage * (KEY_BYTES >> 4);
+    u64 v = value_operand + values.stage * (VALUE_BYTES >> 4);
     settle<DIM_TILES>(acc);
     settle_operands<KEYS / 16>(weights);
     begin_products();
 #pragma unroll
     for (int step = 0; step < KEYS / 16; step++)
-      add_product<HEAD_DIM, T16>(acc, weights[step], v + (step * 16 * ROW_BYTES >> 4));
+      add_product<VALUE_DIM, T16>(acc, weights[step], v + (step * 16 * ROW_BYTES >> 4));
     commit_products();
   }
   __device__ __forceinline__ void await_values() { wait_for(&barriers->v_full[values.stage], values.phase); }
@@ -394,7 +397,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
   extern __shared__ char unaligned[];
   char* queries = unaligned + (1024 - (unsigned)__cvta_generic_to_shared(unaligned) % 1024) % 1024;
   char *keys = queries + QUERY_SLOTS * QUERY_BYTES, *values = keys + STAGES * KEY_BYTES;
-  Barriers* barriers = (Barriers*)(values + STAGES * KEY_BYTES);
+  Barriers* barriers = (Barriers*)(values + STAGES * VALUE_BYTES);
   Shape shape = {heads, H, L, S, row_tiles, section, reach, lag, (u64)by_H, (u64)by_group, (u64)by_row_tiles,
                  (u64)by_section, (u64)by_section_tiles};
   Turns turns = {table};
