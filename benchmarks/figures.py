@@ -233,17 +233,16 @@ def make_pictures(runs: Sequence[Run], article: dict[str, Any]) -> list[Picture]
                 Picture(f"timeline-{direction}.svg", {"lanes": lanes}, on_axes(draw_timeline), 1.3 + 0.36 * len(lanes))
             )
     if (grid := rival_figures.picture_data(runs)) is not None:
-        pictures.append(Picture(rival_figures.PICTURE, grid, draw_grid, 5.0, width=10.5))
+        draw = rival_figures.draw_grid
+        pictures.append(
+            Picture(rival_figures.PICTURE, grid, lambda f, data: draw(f, data, OURS_COLOR, INK), 5.0, width=10.5)
+        )
     return pictures
 
 
 def on_axes(draw: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Draws onto the one pair of axes of a figure."""
     return lambda figure, data: draw(figure.subplots(), data)
-
-
-def draw_grid(figure: Any, data: dict[str, Any]) -> None:
-    rival_figures.draw_grid(figure, data, OURS_COLOR, INK)
 
 
 def _bar(result: Result, direction: str, article: dict[str, Any]) -> dict[str, Any]:

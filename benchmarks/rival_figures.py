@@ -16,7 +16,7 @@ from attnscope.records import Result, Run
 from attnscope.reporting import words
 from attnscope.reporting.ratio import RatioRow, geometric_mean, ratios_of
 from attnscope.reporting.ratio_suites import SuiteRatios, suites_of
-from attnscope.reporting.ratio_text import counted, figure_sentence, ratio
+from attnscope.reporting.ratio_text import counted, figure_sentence, limit_sentence, ratio
 from attnscope.reporting.twins import Twins, twins_of
 from attnscope.suites import SUITES
 from attnscope.units import MISSING, format_ms, format_us
@@ -45,7 +45,18 @@ def rivals(runs: Sequence[Run], suite: str, name: str, direction: str, *, head: 
         return None
     if head:
         return _head(runs, found)
-    columns = ["workload", f"`{name}`", "best rival", "its time", "ratio", "sustained", "energy", "verdict", "host"]
+    columns = [
+        "workload",
+        f"`{name}`",
+        "best rival",
+        "its time",
+        "ratio",
+        "sustained",
+        "energy",
+        "verdict",
+        "host",
+        "of limit",
+    ]
     rows = [_cells(row) for row in found.rows]
     shapes = f"Suite `{suite}`, {direction}, {found.shapes} of {found.workloads} shapes."
     told = "Ratios are the best rival's figure over its own: above 1 it is better."
@@ -57,7 +68,7 @@ def _cells(row: RatioRow) -> list[str]:
         f"`{row.workload}`", format_ms(row.time_ms), f"`{row.rival}`", format_ms(row.rival_time_ms), ratio(row.ratio),
         ratio(row.sustained_ratio, row.sustained_rival, row.rival),
         ratio(row.energy_ratio, row.energy_rival, row.rival),
-        row.verdict or "not recorded", format_us(row.host_us),
+        row.verdict or "not recorded", format_us(row.host_us), words.format_ratio(row.vs_limit),
     ]  # fmt: skip
 
 
@@ -67,6 +78,7 @@ def _totals(found: SuiteRatios) -> list[str]:
         for word, figure in (("isolated", found.isolated), ("sustained", found.sustained), ("energy", found.energy))
     ]
     lines.append("- verdicts: " + ", ".join(f"{count} {word}" for word, count in found.verdicts.items()))
+    lines += [f"- of the limit, bound by {limit_sentence(share)}" for share in found.limits]
     lines += [f"- slower: {'; '.join(found.slower)}"] if found.slower else []
     lines += [f"- host: median {format_us(found.host_us_median)}, at most {format_us(found.host_us_most)}"] * bool(
         found.host_us_median

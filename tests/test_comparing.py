@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,10 @@ from attnscope.comparing import Plan, execute, make_plan, prepare_folder
 from attnscope.device import find_device
 from attnscope.errors import UnknownImplementation, UsageError, WorkloadError
 from attnscope.implementation import _registered, reference_of, select_named
+from attnscope.inputs import make_inputs
 from attnscope.records import read_runs, write_run
 from attnscope.workload import Workload
+from bad_implementations import Good
 
 TINY = "B1,H2,L32,D16,fp32,causal"
 
@@ -44,6 +47,19 @@ def test_a_good_one_is_ok_and_a_wrong_one_has_no_time():
     assert rows["wrong"].status == "check_failed"
     assert rows["wrong"].forward is None
     assert not rows["wrong"].check.passed
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_contestant_knows_whether_it_is_ours(ours, monkeypatch, cpu):
+    good = Good()
+    good.sheet = dataclasses.replace(Good.sheet, ours=ours)
+    monkeypatch.setattr(jobs, "_find", lambda ask, name: good)
+    monkeypatch.setattr(jobs, "_prepared", lambda ask, name: good.prepare(None, cpu))
+    workload = Workload.parse(TINY)
+    made = jobs._contestant(
+        SimpleNamespace(workload=workload), "good", "forward", make_inputs(workload, cpu), None, None
+    )
+    assert made.ours == ours and made.compute == "fp32"
 
 
 CULPRITS = {

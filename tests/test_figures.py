@@ -146,9 +146,10 @@ def test_our_attention_beside_its_rivals_is_shown_from_its_records(figures, tmp_
         "geometric means of the rival's figure over its own: 1.056 isolated (worst 1.050, against `flash_attn_4`"
         in text
     )
-    assert "| 1.100 | 1.100 | 1.100 | faster | 12.0 µs |" in text and "32 of 32 shapes" in text
+    assert "| 1.100 | 1.100 | 1.100 | faster | 12.0 µs | 0.50 |" in text and "32 of 32 shapes" in text
     assert "| isolated / sustained | 512 | 2k | 4k | 8k | 16k |" in text
     assert "| D 256, causal | – | 1.10 / 1.10 | – | 1.10 / 1.10 | – |" in text
+    assert "- of the limit, bound by matrix products: geometric mean 0.50, lowest 0.50 of 32, B" in text
     assert "cuDNN 9.19.0, triton 3.6.0, flash-attn-4 4.0.0b36." in text
     assert "- without flash_attn_4: skipped: takes another head dim: 4 of 32: B8,H8,L2048,D256,bf16; " in text
     assert "- `mask=bool:Bx1xLxS`, NVIDIA H200: geometric mean 1.200 (sustained 1.200), at most 1.200" in text

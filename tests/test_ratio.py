@@ -99,6 +99,17 @@ def test_a_suite_has_its_means_its_worst_shapes_and_its_joules() -> None:
     assert suite.host_us_median == suite.host_us_most == 12.0
 
 
+def test_the_share_of_the_limit_is_told_by_what_binds() -> None:
+    run = rival_run(GRID[:3], {"hopper": lambda w: 1.0 if w.L == 512 else 0.6, "sdpa_cudnn": 1.0})
+    read = replace(run.results[-2].forward, limit_term="bandwidth", vs_limit=0.97)
+    run = replace(run, results=(*run.results[:-2], run.results[-2].with_changes(forward=read), run.results[-1]))
+    matrix, bandwidth = suite_of(run).limits
+    assert (matrix.term, matrix.count, matrix.lowest_workload) == ("matrix", 2, str(GRID[0]))
+    assert matrix.lowest == pytest.approx(0.5) and matrix.geometric_mean == pytest.approx((0.5 * 0.5 / 0.6) ** 0.5)
+    assert (bandwidth.count, bandwidth.lowest, bandwidth.lowest_workload) == (1, 0.97, str(GRID[2]))
+    assert f"  of limit  read bandwidth: geometric mean 0.97, lowest 0.97 of 1, {GRID[2]}" in text_of(run)
+
+
 def test_the_best_isolated_sustained_and_in_joules_may_be_three() -> None:
     w = GRID[0]
     run = rival_run([w], {"hopper": 1.0, "a": 1.1, "b": 1.2, "c": 1.3})

@@ -25,7 +25,8 @@ class RatioRow:
 
     ``rival`` is the fastest by isolated time, ``ratio_low`` and ``ratio_high`` the verdict's interval, where a verdict
     between the two is recorded; ``noise_fraction`` the larger of both. ``sustained_rival`` and ``energy_rival`` are
-    the best by those figures, which may be others. ``host_us`` is the implementation's own time on the host.
+    the best by those figures, which may be others. ``host_us``, ``vs_limit`` and
+    ``limit_term`` are the implementation's own: time on the host, share of the limit, and the term that binds.
     ``absent`` are (rival, why) of those that the run timed elsewhere and not here: the best may be among them.
     """
 
@@ -44,6 +45,8 @@ class RatioRow:
     energy_rival: str | None = None
     energy_ratio: float | None = None
     host_us: float | None = None
+    vs_limit: float | None = None
+    limit_term: str | None = None
     absent: tuple[tuple[str, str], ...] = ()
 
 
@@ -159,6 +162,8 @@ def _row(results: list[Result], mine: Result, direction: str, timed: tuple[str, 
         energy_rival=energy_rival if mine_energy else None,
         energy_ratio=energy / mine_energy if energy and mine_energy else None,
         host_us=m.wall_us_median,
+        vs_limit=m.vs_limit,
+        limit_term=m.limit_term,
         absent=_absent(results, rivals, timed, direction),
     )
 

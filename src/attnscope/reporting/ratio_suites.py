@@ -6,7 +6,7 @@ each ratio is of one run, and of a workload in several runs the newest counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attnscope.reporting.ratio import NOT_RECORDED, VERDICTS, RatioRow, Ratios, geometric_mean
@@ -30,6 +30,17 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class LimitShare:
+    """The implementation's share of the limit on the shapes where one ``term`` binds: how many, and the lowest."""
+
+    term: str
+    count: int
+    geometric_mean: float
+    lowest: float
+    lowest_workload: str
+
+
+@dataclass(frozen=True)
 class SuiteRatios:
     """One suite, direction and card. ``shapes`` of ``workloads`` have a ratio; ``missing`` are in none of the runs.
 
@@ -48,6 +59,7 @@ class SuiteRatios:
     isolated: Figure | None
     sustained: Figure | None
     energy: Figure | None
+    limits: tuple[LimitShare, ...]
     host_us_median: float | None
     host_us_most: float | None
     host_workload: str | None
@@ -124,6 +136,7 @@ def _summary(
         isolated=_figure(rows, lambda row: (row.ratio, row.rival)),
         sustained=_figure(rows, lambda row: (row.sustained_ratio, row.sustained_rival)),
         energy=_figure(rows, lambda row: (row.energy_ratio, row.energy_rival)),
+        limits=tuple(_limit_shares(rows)),
         host_us_median=median([us for us, _ in host]) if host else None,
         host_us_most=most[0],
         host_workload=most[1],
@@ -134,6 +147,15 @@ def _summary(
         missing=tuple(text for text in texts if text not in here and text not in left),
         rows=tuple(rows),
     )  # fmt: skip
+
+
+def _limit_shares(rows: Sequence[RatioRow]) -> Iterator[LimitShare]:
+    for term in dict.fromkeys(row.limit_term for row in rows):
+        told = [(row.vs_limit, row.workload) for row in rows if row.limit_term == term and row.vs_limit is not None]
+        mean = geometric_mean([share for share, _ in told])
+        if term is not None and mean is not None:
+            lowest, workload = min(told)
+            yield LimitShare(term, len(told), mean, lowest, workload)
 
 
 def _figure(rows: Sequence[RatioRow], ratio_of: Callable[[RatioRow], tuple[float | None, str | None]]) -> Figure | None:

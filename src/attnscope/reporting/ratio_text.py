@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from attnscope.reporting import words
 from attnscope.reporting.ratio import RatioRow, Ratios
-from attnscope.reporting.ratio_suites import Figure, SuiteRatios
+from attnscope.reporting.ratio_suites import Figure, LimitShare, SuiteRatios
 from attnscope.reporting.twins import Twin, Twins
 from attnscope.units import MISSING, format_ms, format_us
 
@@ -35,7 +35,7 @@ def _of_run(ratios: Ratios) -> Iterator[str]:
     )
     yield "(rival's figure / its own: above 1 it is better)"
     yield ""
-    head = ("", "time", "best rival", "ratio", "noise", "verdict", "sustained", "energy", "host")
+    head = ("", "time", "best rival", "ratio", "noise", "verdict", "sustained", "energy", "host", "of limit")
     if ratios.rows:
         yield from columns([head, *(_cells(row) for row in ratios.rows)])
     for left in ratios.without:
@@ -67,6 +67,7 @@ def _cells(row: RatioRow) -> tuple[str, ...]:
         ratio(row.sustained_ratio, row.sustained_rival, row.rival),
         ratio(row.energy_ratio, row.energy_rival, row.rival),
         format_us(row.host_us),
+        words.format_ratio(row.vs_limit) + (f" {row.limit_term}" if row.limit_term else ""),
     )
 
 
@@ -99,6 +100,8 @@ def _of_suite(suite: SuiteRatios) -> Iterator[str]:
 def _figures(suite: SuiteRatios) -> Iterator[str]:
     for word, figure in (("isolated", suite.isolated), ("sustained", suite.sustained), ("energy", suite.energy)):
         yield f"  {word:<10}{figure_sentence(figure, suite.shapes)}"
+    for share in suite.limits:
+        yield f"  of limit  {limit_sentence(share)}"
     if suite.host_us_median is not None:
         yield (
             f"  host      median {format_us(suite.host_us_median)}, at most {format_us(suite.host_us_most)}, "
@@ -116,6 +119,14 @@ def figure_sentence(figure: Figure | None, shapes: int) -> str:
         f"geometric mean {ratio(figure.geometric_mean)}, worst {ratio(figure.worst)} against "
         f"{words.clean(figure.worst_rival)}, {figure.worst_workload}; below 1 on {figure.below_one} of {figure.count}"
         + ("" if figure.count == shapes else f" ({shapes - figure.count} shapes have none)")
+    )
+
+
+def limit_sentence(share: LimitShare) -> str:
+    """``read bandwidth: geometric mean 0.96, lowest 0.93 of 5, B1,...``."""
+    return (
+        f"{words.TERM_PHRASES[share.term]}: geometric mean {words.format_ratio(share.geometric_mean)}, lowest "
+        f"{words.format_ratio(share.lowest)} of {share.count}, {share.lowest_workload}"
     )
 
 
