@@ -228,8 +228,8 @@ def merged(old: Sequence[Saving], new: Sequence[Saving]) -> list[Saving]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def make_table(savings: Sequence[Saving]) -> str:
-    """The Markdown of the block: a sentence that counts, and a row for each scenario."""
+def make_table(savings: Sequence[Saving], source: str) -> str:
+    """The Markdown of the block: a sentence that counts and names the record, and a row for each scenario."""
     shown = [saving for saving in savings if saving.status == "measured"]
     if not shown:
         return NOTHING_YET
@@ -238,7 +238,7 @@ def make_table(savings: Sequence[Saving]) -> str:
     cudnn = f", cuDNN {first.cudnn}" if first.cudnn else ""
     lines = [
         f"On {first.device} with torch {first.torch}{cudnn}, {true} of {len(shown)} predictions lie within "
-        f"{100 * WITHIN:.0f} % of what the remedy saved.",
+        f"{100 * WITHIN:.0f} % of what the remedy saved (record `{source}`, {recorded_on(shown)}).",
         "",
         "| finding | what was changed | before | after | predicted | saved | predicted / saved |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -255,13 +255,19 @@ def make_table(savings: Sequence[Saving]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def recorded_on(savings: Sequence[Saving]) -> str:
+    """The day of the records, or the first and the last."""
+    days = sorted({saving.created[:10] for saving in savings})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
 def update_page(root: Path, *, check: bool) -> bool:
     """Whether the page differs from what the records say; written unless ``check``."""
     files = sorted((root / FOLDER).glob("*.jsonl"))
-    savings = read_savings(files[0]) if files else []
+    savings, source = (read_savings(files[0]), (FOLDER / files[0].name).as_posix()) if files else ([], "")
     path = root / PAGE
     old = path.read_text()
-    new = BLOCK.sub(lambda match: match[1] + make_table(savings) + match[2], old)
+    new = BLOCK.sub(lambda match: match[1] + make_table(savings, source) + match[2], old)
     if new != old and not check:
         path.write_text(new)
     return new != old

@@ -19,7 +19,15 @@ from attnscope.cli import app
 from attnscope.device import Device, find_device
 from attnscope.errors import AttnscopeError, UnsupportedWorkload, UsageError
 from attnscope.fuzz_cases import Case, FuzzReport, Outcome
-from attnscope.fuzz_jobs import FuzzAsk, claimed_space, draw_case, run_cases, try_case
+from attnscope.fuzz_jobs import (
+    RECIPES,
+    SIZES_A_RECIPE,
+    FuzzAsk,
+    claimed_space,
+    draw_case,
+    run_cases,
+    try_case,
+)
 from attnscope.fuzzing import execute_fuzz, make_fuzz_plan
 from attnscope.guards import fill
 from attnscope.implementation import Sheet, SheetImplementation
@@ -375,3 +383,18 @@ def test_two_workers_find_what_one_finds() -> None:
 def test_prepared_tiled_is_what_the_hooks_change() -> None:
     """The planted faults sit in the stand-in that the saboteurs use."""
     assert isinstance(Tiled().prepare(Workload.parse("B1,H1,L1,D1,fp32"), find_device("cpu")), PreparedTiled)
+
+
+def test_options_come_again_with_other_sizes_and_another_seed_draws_others(cpu: Device) -> None:
+    period = SIZES_A_RECIPE * RECIPES
+    first, again, other = (
+        [Workload.parse(case.workload) for case, _ in drawn if case]
+        for drawn in (
+            [draw_case(Tiled(), cpu, 0, index) for index in range(8)],
+            [draw_case(Tiled(), cpu, 0, index) for index in range(period, period + 8)],
+            [draw_case(Tiled(), cpu, 1, index) for index in range(8)],
+        )
+    )
+    options = [[(w.features - {"cross"}, w.D, w.dtype, w.layout) for w in drawn] for drawn in (first, again, other)]
+    assert options[0] == options[1] != options[2]
+    assert [(w.B, w.L, w.S) for w in first] != [(w.B, w.L, w.S) for w in again]

@@ -21,12 +21,13 @@ from attnscope.implementations.hopper import decode, decode_kernels
 from attnscope.implementations.hopper.decode import DecodeKernel
 from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
+from attnscope.random_workloads import Space, draw_workload
 from attnscope.records import TensorCheck
 from attnscope.workload import Workload
 from triton_interpreter import mutated, needs_interpreter
 
 pytestmark = needs_interpreter
-WORKLOADS, CHUNK = 120, 30
+WORKLOADS, CHUNK = 160, 40
 
 
 def failures(kernel: DecodeKernel, inputs: Inputs) -> list[TensorCheck]:
@@ -41,29 +42,25 @@ def failures(kernel: DecodeKernel, inputs: Inputs) -> list[TensorCheck]:
     return [check for check in judge(tensors, expected, inputs.kind) if not check.passed]
 
 
+# Few rows against keys on both sides of tiles' and splits' edges, every option that the kernel takes.
+SPACE = Space(
+    lengths=(1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 90),
+    longest=90,
+    rows=(1, 1, 1, 2, 3, 5, 9),
+    dims=(8, 16, 24, 40),
+    dtypes=("fp16",),
+    layouts=("bhld", "blhd"),
+    features=decode.taken_features(),
+    heads=(1, 1, 2),
+    groups=(2, 3, 4),
+    batches=(1, 1, 2),
+)
+
+
 def random_workload(seed: int) -> Workload:
-    """Few rows against keys on both sides of tiles' and splits' edges, every option that the kernel takes."""
-    draw = random.Random(seed)
-
-    def sometimes(value: Any, chance: float = 0.25) -> Any:
-        return value if draw.random() < chance else None
-
-    L, H_kv, group = draw.choice([(1, 1, 1), (1, 2, 4), (1, 1, 3), (2, 1, 4), (3, 2, 1), (5, 1, 4), (9, 1, 2)])
-    B, S = draw.choice([1, 1, 2]), draw.choice([0, 1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 90])
-    D = draw.choice([8, 16, 24, 40])
-    fields: dict[str, Any] = {
-        "B": B, "H": H_kv * group, "H_kv": H_kv, "L": L, "S": S, "D": D,
-        "D_v": sometimes(draw.choice([8, 16, 48]), 0.3) or D, "dtype": "fp16",
-        "causal": draw.choice([None, "top_left", "bottom_right"]),
-        "window": sometimes(draw.choice([1, 3, 9, 17, 40])),
-        "softcap": sometimes(draw.choice([0.7, 4.0, 30.0])),
-        "scale": sometimes(draw.choice([-0.3, 0.1, 1.0]), 0.2),
-        "alibi": draw.random() < 0.2, "sinks": draw.random() < 0.2,
-        "layout": draw.choice(["bhld", "blhd"]),
-    }  # fmt: skip
-    if draw.random() < 0.35:
-        fields["lengths"] = tuple(draw.randint(0, S) for _ in range(B))
-    return Workload(**fields)
+    """The first that is drawn with a batch: an empty one is not for these kernels."""
+    chance = random.Random(seed)
+    return next(w for w in (draw_workload(chance, SPACE) for _ in range(100)) if w.B)
 
 
 @pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))

@@ -121,12 +121,14 @@ def test_the_table_counts_what_came_true(savings: ModuleType) -> None:
     wrong = replace(base, scenario="tf32", finding="tf32-off", predicted_us=100.0, after_us=960.0)
     slower = replace(base, scenario="casts", finding="dtype-casts", after_us=1100.0)
     failed = replace(base, scenario="dropout", status="failed", predicted_us=None)
-    table = savings.make_table([base, wrong, slower, failed])
+    table = savings.make_table([base, wrong, slower, failed], "results/a.jsonl")
+    assert "(record `results/a.jsonl`, 2026)" in table
+    assert savings.recorded_on([base, replace(wrong, created="2027-02-03T04:05")]) == "2026 to 2027-02-03"
     assert "1 of 3 predictions lie within 25 %" in table and "torch 2.11.0, cuDNN 9.19.0" in table
     link = "[`unfused-attention`](../reference/findings.md#unfused-attention)"
     assert f"| {link} | x → y | 1.00 ms | 100 µs | 800 µs |" in table
     assert "0.89 |" in table and "2.50 |" in table and "Without a prediction: dropout (failed)." in table
-    assert savings.make_table([failed]) == savings.make_table([]) == savings.NOTHING_YET
+    assert savings.make_table([failed], "") == savings.make_table([], "") == savings.NOTHING_YET
 
 
 def test_the_guide_holds_what_the_records_say(savings: ModuleType, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ A row's allowed error is ``max(TWIN_FACTOR * twin's error, MODEL_FACTOR * model'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,33 +142,46 @@ def row_norms(name: str, tensor: Tensor) -> Tensor:
     return tensor.abs() if name in ("lse", "dsinks") else torch.linalg.vector_norm(tensor, dim=-1)
 
 
-def slope_of(x: Tensor, truth: Tensor) -> float | None:
-    """|<x, r> / <r, r> - 1|, or None where r is 0.
+def slope_sums(x: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """<x - r, r> and <r, r>, where they are computed: :func:`slope_of` is what a slope is made from.
 
-    Taken from x - r, which is exact where the two are near each other: <x, r> / <r, r> itself is known to 2**-53 only,
-    which is more than a float64 result of thousands of rows may be off by on average.
+    x - r is exact where the two are near each other: <x, r> / <r, r> - 1 would be known to 2**-53 only, which is more
+    than a float64 result of thousands of rows may be off by on average.
     """
     truth = truth.double()
-    square = truth.square().sum().item()
-    return None if square == 0 else abs(((x.double() - truth) * truth).sum().item() / square)
+    return ((x.double() - truth) * truth).sum(), truth.square().sum()
 
 
-def rms_bound(ratios: Tensor) -> float:
-    """By which factor the RMS of a right tensor's rows may exceed the twin's, whose rows are ``ratios``, by chance.
+def slope_of(off: float, square: float) -> float | None:
+    """|<x, r> / <r, r> - 1| from <x - r, r> and <r, r>, or None where r is 0."""
+    return None if square == 0 else abs(off / square)
+
+
+def rms_bound(rows: int, mean: float, variance: float) -> float:
+    """By which factor the RMS of a right tensor's rows may exceed the twin's by chance; the squares of those have that
+    mean and variance.
 
     Of any Gaussian errors: Laurent and Massart 2000, lemma 1, one degree of freedom a row. Rows of many dims vary less,
     which enough of them show: 8 standard errors of their mean square.
     """
-    rows, squares = max(ratios.numel(), 1), ratios.square()
+    rows = max(rows, 1)
     excess = 2 * math.sqrt(TAIL / rows) + 2 * TAIL / rows
-    if rows >= ENOUGH_ROWS and bool(squares.any()):
-        excess = min(excess, 8 * (squares.std() / squares.mean()).item() / math.sqrt(rows))
+    if rows >= ENOUGH_ROWS and mean:
+        excess = min(excess, 8 * math.sqrt(variance) / mean / math.sqrt(rows))
     return math.sqrt(1 + excess)
 
 
-def rms_of(ratios: Tensor) -> float:
-    """Root mean square; 0 of nothing."""
-    return ratios.square().mean().sqrt().item() if ratios.numel() else 0.0
+def mean_of(values: Tensor, counted: Tensor) -> Tensor:
+    """The mean of those values that are counted; 0 of none."""
+    return values.masked_fill(~counted, 0.0).sum() / counted.sum().clamp_min(1)
+
+
+def numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """Tensors of one number each as numbers: all in one go, since a GPU is waited for each time."""
+    import torch
+
+    found: list[float] = torch.stack([scalar.double() for scalar in scalars]).tolist()
+    return found
 
 
 def finite(tensor: Tensor) -> Tensor:
@@ -186,13 +199,29 @@ def _row_budget(name: str, exact: Tensor, twin: Tensor, scale: Tensor, model: Er
     allowed = torch.maximum(TWIN_FACTOR * error, MODEL_FACTOR * deviation) + TINY_RESULT
     allowed = allowed.masked_fill(scale == 0, 0.0)
     counted = scale > 0
-    ratios = (error / allowed)[counted]
-    expected = max(rms_of(ratios), rms_of((deviation / allowed)[counted]))
-    rms = SPREAD_FACTOR * expected * rms_bound(ratios)
-    return RowBudget(allowed, scale, expected, rms, _slope_budget(name, exact, twin, deviation, model))
+    squares = (error / allowed).square()
+    mean = mean_of(squares, counted)
+    rows, mean_square, sum_of_squares, of_model, *slopes = numbers((
+        counted.sum(), mean, ((squares - mean).square()).masked_fill(~counted, 0.0).sum(),
+        mean_of((deviation / allowed).square(), counted), *_slope_numbers(name, exact, twin, deviation),
+        *model.cap_squares,
+    ))  # fmt: skip
+    expected = math.sqrt(max(mean_square, of_model))
+    rms = SPREAD_FACTOR * expected * rms_bound(int(rows), mean_square, sum_of_squares / max(rows - 1, 1))
+    return RowBudget(allowed, scale, expected, rms, _slope_budget(name, model, *slopes))
 
 
-def _slope_budget(name: str, exact: Tensor, twin: Tensor, deviation: Tensor, model: ErrorModel) -> float:
+def _slope_numbers(name: str, exact: Tensor, twin: Tensor, deviation: Tensor) -> tuple[Tensor, ...]:
+    """What :func:`_slope_budget` takes beside the model: <twin - r, r>, <r, r>, then over rows the sums of
+    (deviation * norm)^2 and of deviation^2."""
+    norms = row_norms(name, exact)
+    return *slope_sums(twin, exact), (deviation * norms).square().sum(), deviation.square().sum()
+
+
+def _slope_budget(
+    name: str, model: ErrorModel, off: float, square: float, by_norms: float, deviations: float, before: float,
+    after: float,
+) -> float:  # fmt: skip
     """1.5 x the twin's, or chance, whichever is larger; and what a fair rounding in one direction may add.
 
     The scale is a rounded constant, which errs in all of dq and dk alike: once, or twice where q and k are each
@@ -200,17 +229,14 @@ def _slope_budget(name: str, exact: Tensor, twin: Tensor, deviation: Tensor, mod
     <x - r, r> holds -<e, e>, all there is where r is 0 but for rounding (one key, in float64).
     """
     roundoff, w = model.roundoff, model.w
-    slope = slope_of(twin, exact)
+    slope = slope_of(off, square)
     if slope is None:
         return 0.0
-    norms = row_norms(name, exact)
-    square = norms.square().sum().item()
-    chance = (deviation * norms).square().sum().sqrt().item() / square
+    chance = math.sqrt(by_norms) / square
     # a tensor core truncates each sum of 16 products; a rounding step of storage is biased by a part of its unit
     drift = roundoff.arithmetic * max(w.S, w.L) / 8 + roundoff.storage / 2 + roundoff.scores / 2 + 4 * roundoff.operand
     if w.dtype == "fp64":
-        drift += deviation.square().sum().item() / square
-    before, after = model.cap_squares.tolist()
+        drift += deviations / square
     if name in ("dq", "dk"):
         drift += 2 * roundoff.arithmetic
         drift += model.cap_error * math.sqrt(before / max(after, TINY_RESULT)) if before else 0.0

@@ -130,41 +130,46 @@ def check_implementation(
         strides: how the inputs lie in memory, a word of :data:`attnscope.strides.STRIDES`.
         spin_cycles: of a GPU, for which each call must wait before its inputs are there; longer than launching takes.
     """
-    prepared = implementation.prepare(workload, device) if prepared is None else prepared
+    ask = _Ask(
+        implementation, workload, device, implementation.prepare(workload, device) if prepared is None else prepared,
+        seed, tuple(directions), tuple(kinds), quick, repeat, cache or ReferenceCache(), strides, spin_cycles,
+    )  # fmt: skip
     if workload.dropout and implementation.sheet.draws_dropout:
-        return _check_with_draws(
-            implementation, workload, device, seed, directions, kinds, quick, prepared, cache, strides, spin_cycles
-        )
-    checker = _Checker(
-        implementation, workload, device, tuple(directions), quick, prepared, cache or ReferenceCache(), strides,
-        spin_cycles,
-    )  # fmt: skip
-    return checker.run(seed, kinds, repeat)
+        return _check_with_draws(ask)
+    return _Checker(ask).run()
 
 
-def _check_with_draws(
-    implementation: Implementation,
-    workload: Workload,
-    device: Device,
-    seed: int,
-    directions: Sequence[str],
-    kinds: Sequence[str],
-    quick: bool,
-    prepared: Prepared,
-    cache: ReferenceCache | None,
-    strides: str,
-    spin_cycles: int,
-) -> CheckResult:
+@dataclass(frozen=True)
+class _Ask:
+    """What :func:`check_implementation` was asked, in its words."""
+
+    implementation: Implementation
+    workload: Workload
+    device: Device
+    prepared: Prepared
+    seed: int
+    directions: tuple[str, ...]
+    kinds: tuple[str, ...]
+    quick: bool
+    repeat: bool
+    cache: ReferenceCache
+    strides: str
+    spin_cycles: int
+
+    def without_dropout(self) -> _Ask:
+        """The same, asked of the workload at p = 0."""
+        workload = self.workload.replace(dropout=0.0)
+        return replace(self, workload=workload, prepared=self.implementation.prepare(workload, self.device))
+
+
+def _check_with_draws(ask: _Ask) -> CheckResult:
     """Exactness at p = 0, then statistics over draws: a mask that an implementation draws itself has no one truth."""
-    exact = check_implementation(
-        implementation, workload.replace(dropout=0.0), device, seed=seed, directions=directions, kinds=kinds,
-        quick=quick, cache=cache, strides=strides, spin_cycles=spin_cycles,
-    )  # fmt: skip
-    if not enough_scores(workload):
+    exact = _Checker(ask.without_dropout()).run()
+    if not enough_scores(ask.workload):
         few = "with it nothing was judged, since so few scores say little of chance"
         return replace(exact, message=f"without dropout {exact.message}; {few}" if exact.passed else exact.message)
-    inputs = restride(make_inputs(workload, device, seed), strides)
-    drawn = check_draws(prepared, inputs, backward="backward" in directions, quick=quick)
+    inputs = restride(make_inputs(ask.workload, ask.device, ask.seed), ask.strides)
+    drawn = check_draws(ask.prepared, inputs, backward="backward" in ask.directions, quick=ask.quick)
     failed = [check for check in drawn if not check.passed]
     passed = exact.passed and not failed
     message = exact.message if not exact.passed or not failed else failed[0].message
@@ -189,49 +194,37 @@ class _Call:
 class _Checker:
     """One check. Collects what every kind of inputs brings, then sums it up."""
 
-    def __init__(
-        self,
-        implementation: Implementation,
-        workload: Workload,
-        device: Device,
-        directions: tuple[str, ...],
-        quick: bool,
-        prepared: Prepared,
-        cache: ReferenceCache,
-        strides: str,
-        spin_cycles: int,
-    ) -> None:
-        self.sheet, self.workload, self.device, self.quick = implementation.sheet, workload, device, quick
-        self.directions, self.prepared, self.cache = directions, prepared, cache
-        self.strides, self.spin_cycles = strides, spin_cycles
-        self.backward = "backward" in directions
-        compute = self.sheet.compute_precision(workload.dtype)
+    def __init__(self, ask: _Ask) -> None:
+        self.ask, self.sheet, self.workload, self.device = ask, ask.implementation.sheet, ask.workload, ask.device
+        self.directions, self.prepared, self.quick = ask.directions, ask.prepared, ask.quick
+        self.backward = "backward" in ask.directions
+        compute = self.sheet.compute_precision(ask.workload.dtype)
         self.compute = compute if compute in ("fp32", "tf32", "fp64") else "fp32"
-        self.rounds = self.sheet.rounded_too(workload, device)
+        self.rounds = self.sheet.rounded_too(ask.workload, ask.device)
         self.found: list[TensorCheck] = []
         self.told: list[TensorCheck] = []  # errors against the tight budget, for the factor
         self.deterministic: dict[str, bool] = {}
         self.is_loose = False
         self.previous: list[Tensor] = []
 
-    def run(self, seed: int, kinds: Sequence[str], repeat: bool) -> CheckResult:
+    def run(self) -> CheckResult:
         """Every kind, then equal runs where the sheet claims determinism."""
-        w = self.workload
+        w, seed, kinds = self.workload, self.ask.seed, self.ask.kinds
         self.sample = sample_heads(w, seed, MAX_PAIRS[self.device.kind] // (4 if self.quick else 1))
         working = restride(make_inputs(w, self.device, seed + 1, kinds[0]), self.strides)  # own: it is written to
         if len(kinds) == 1:  # so that a result kept from an earlier call is another one's
             self._calls(working, working.clone(), twice=False)
         for position, kind in enumerate(kinds):
             self._check_kind(working, self._make_inputs(seed, kind), twice=position == 0)
-        if repeat and self.sheet.deterministic and all(t.passed for t in self.found):
+        if self.ask.repeat and self.sheet.deterministic and all(t.passed for t in self.found):
             self._check_equal_runs(self._fill(working, self._make_inputs(seed, kinds[0])), kinds[0])
         return self._result(seed)
 
     def _make_inputs(self, seed: int, kind: str) -> Inputs:
-        return self.cache.inputs(self.workload, self.device, seed, kind, self.strides)
+        return self.cache.inputs(self.workload, self.device, seed, kind, self.ask.strides)
 
     def _fill(self, working: Inputs, pristine: Inputs) -> Inputs:
-        return fill(working, pristine, self.spin_cycles)
+        return fill(working, pristine, self.ask.spin_cycles)
 
     def _check_kind(self, working: Inputs, pristine: Inputs, *, twice: bool) -> None:
         calls = self._calls(working, pristine, twice=twice)
@@ -321,7 +314,7 @@ class _Checker:
         self.found += checks + self._outside_sample(call.tensors, pristine)
 
     def _expectation(self, pristine: Inputs, rounds: frozenset[str] = frozenset()) -> Expectation:
-        return self.cache.expectation(pristine, self.sample, self.compute, rounds, backward=self.backward)
+        return self.ask.cache.expectation(pristine, self.sample, self.compute, rounds, backward=self.backward)
 
     def _sampled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sampled heads of each tensor."""

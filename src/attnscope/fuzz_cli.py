@@ -31,7 +31,7 @@ def fuzz(
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", help="Processes; default on a GPU half the cores, eight at most, else one.",
+            "--workers", help="Processes; default on a GPU one a core, sixteen at most, else one.",
             show_default=False,
         ),
     ] = None,

@@ -28,10 +28,13 @@ from attnscope.worker import describe
 from attnscope.workload import DIRECTIONS, Workload
 
 ATTEMPTS = 300  # workloads that are drawn for one case before it is given up
-SIZES_A_RECIPE = 4  # cases that share their options, since kernels are compiled for options
+# A recipe is the options of a workload, for which kernels are compiled; that takes seconds, a check a tenth of one.
+SIZES_A_RECIPE = 4  # cases in a row that share a recipe
+RECIPES = 1000  # of a seed; those of the first 4000 cases come again, with other sizes
 KINDS = (*INPUT_KINDS, "needles")
 REPEATED = 1 / 16  # of the cases where determinism is claimed
 SHORT_SPIN_CYCLES = SPIN_CYCLES // 10  # about 1 ms; one case in sixteen has the check's own
+MOST_CACHED_BYTES = 2**30  # of torch's allocator after a case: what is free there is poisoned before each call
 MANY_HEADS = 4096  # of which planting needles would take seconds
 
 
@@ -65,6 +68,7 @@ def run_cases(ask: FuzzAsk, indices: Sequence[int], seconds: float | None, *, re
         case, refusals = draw_case(implementation, ask.device, ask.seed, index)
         report((index, case, refusals))
         report((index, Outcome("refused") if case is None else _outcome(implementation, ask.device, case)))
+        _let_go(ask.device)
 
 
 def try_case(ask: FuzzAsk, case: Case, *, report: Report) -> Outcome:
@@ -89,7 +93,7 @@ def draw_case(implementation: Implementation, device: Device, seed: int, index: 
     whole = space_of_device(device.kind)
     claimed = claimed_space(whole, implementation.sheet)
     for attempt in range(ATTEMPTS):
-        recipe = random.Random(f"{seed}/{index // SIZES_A_RECIPE}/{attempt}")
+        recipe = random.Random(f"{seed}/{index // SIZES_A_RECIPE % RECIPES}/{attempt}")
         sizes = random.Random(f"{seed}/{index}/{attempt}/sizes")
         space = claimed if attempt else whole
         workload = draw_sizes(sizes, space, draw_options(recipe, space))
@@ -164,6 +168,15 @@ def _synchronise(device: Device) -> None:
         import torch
 
         torch.cuda.synchronize(device.index)
+
+
+def _let_go(device: Device) -> None:
+    """Give memory back that the reference of a large case took: other processes share the card."""
+    if device.kind == "cuda":
+        import torch
+
+        if torch.cuda.memory_reserved(device.index) > MOST_CACHED_BYTES:
+            torch.cuda.empty_cache()
 
 
 def _is_lost(device: Device) -> bool:

@@ -28,6 +28,7 @@ from attnscope.shrinking import shrink
 from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed
 
 BATCH = 32  # cases that a worker takes at a time
+MOST_WORKERS = 16  # that share a GPU unless asked otherwise: each holds half a gigabyte of it, and a core
 TIME_LIMIT_S = 120.0  # of one case, compiling included
 MOST_TOLD = 5  # failures that are made simpler; others are told by their number
 TRIES = {"wrong": 200, "raised": 200, "crashed": 30, "hung": 6}  # calls that making one failure simpler may take
@@ -156,10 +157,10 @@ class _Fuzz:
         return Worker(("attnscope.jobs:start", self.plan.device), hide_secrets=self.plan.name.startswith("hub:"))
 
     def _worker_count(self, device: Device) -> int:
-        """On a GPU up to eight, since most of a small check is the host's time; on a CPU one, which has threads."""
+        """On a GPU up to sixteen, since most of it is compiling and launching; on a CPU one, which has threads."""
         if self.reference is None:
             return 1
-        wanted = self.plan.workers or (max(1, min(8, (os.cpu_count() or 2) // 2)) if device.kind == "cuda" else 1)
+        wanted = self.plan.workers or (min(MOST_WORKERS, os.cpu_count() or 1) if device.kind == "cuda" else 1)
         return max(1, min(wanted, -(-len(self.plan.indices) // BATCH)))
 
     # --- running cases ---

@@ -6,9 +6,10 @@ finiteness; places that must be exact; every row's error against its budget; the
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from attnscope.budgets import Expectation, RowBudget, finite, rms_of, row_norms, slope_of
+from attnscope.budgets import Expectation, RowBudget, finite, mean_of, numbers, row_norms, slope_of, slope_sums
 from attnscope.diagnosis import describe_non_finite, describe_wrong, index_of, place
 from attnscope.inputs import Tensor
 from attnscope.records import TensorCheck
@@ -36,24 +37,24 @@ def judge_tensor(name: str, x: Tensor, truth: Tensor, budget: RowBudget, kind: s
 
     about = f"{name} on {kind} inputs: "
     wrong = ~(torch.isfinite(x) | (x == truth)) | (torch.isinf(truth) & (x != truth))
-    if bool(wrong.any()):
-        dead = bool((torch.isinf(truth) & torch.isfinite(x)).any())
-        what = "-inf is missing where a row sees no key" if dead else describe_non_finite(name, x, wrong)
-        return TensorCheck(name, kind, False, None, None, message=about + what)
     error = row_norms(name, finite(x).double() - finite(truth))
     if error.numel() == 0:
         return TensorCheck(name, kind, True, 0.0, 0.0)
     ratio = (error / budget.allowed).nan_to_num(0.0, torch.inf, 0.0)  # 0 / 0: exact, as it must be
-    worst = int(ratio.argmax())
-    off, allowed, scale, factor = torch.stack(
-        [t.flatten()[worst].double() for t in (error, budget.allowed, budget.scale, ratio)]
-    ).tolist()
+    worst = ratio.argmax()
+    any_wrong, at, off, allowed, scale, factor, square, *slopes = numbers((
+        wrong.any(), worst, *(t.flatten().take(worst) for t in (error, budget.allowed, budget.scale, ratio)),
+        mean_of(ratio.square(), budget.scale > 0), *slope_sums(finite(x), finite(truth)),
+    ))  # fmt: skip
+    if any_wrong:
+        dead = bool((torch.isinf(truth) & torch.isfinite(x)).any())
+        what = "-inf is missing where a row sees no key" if dead else describe_non_finite(name, x, wrong)
+        return TensorCheck(name, kind, False, None, None, message=about + what)
     unit = scale if scale > 0 else 1.0
     bad = ratio > 1
-    rms = rms_of(ratio[budget.scale > 0])
-    slope = slope_of(finite(x), finite(truth))
+    rms, slope = math.sqrt(square), slope_of(*slopes)
     rms_ratio = rms / budget.expected_rms if budget.expected_rms else None
-    where = place(name, index_of(error.shape, worst))
+    where = place(name, index_of(error.shape, int(at)))
     found = TensorCheck(name, kind, True, off / unit, allowed / unit, slope, rms_ratio, where)
     if factor > 1:
         pattern = describe_wrong(name, x, truth, budget, bad)

@@ -38,13 +38,15 @@ BATCHES = (1, 1, 1, 1, 2, 2, 3, 4, 7, 16)
 class Space:
     """What random workloads are drawn from: a value stands as often as it is to be drawn.
 
-    ``lengths`` are L and S; one in four is any number up to ``longest`` instead, one in twenty is 0. ``max_pairs``
+    ``lengths`` are L and S; one in four is any number up to ``longest`` instead, one in twenty is 0. With ``rows`` L is
+    one of those instead and S is drawn apart from it, as few new queries meet many keys in decoding. ``max_pairs``
     bounds B * H * L * S, ``max_elements`` the largest tensor. ``many_heads`` draws now and then more (batch, head)
     pairs than a grid axis of CUDA holds.
     """
 
     lengths: tuple[int, ...] = EDGES
     longest: int = 257
+    rows: tuple[int, ...] = ()
     dims: tuple[int, ...] = DIMS
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32", "fp64")
     bias_dtypes: tuple[str, ...] = BIAS_DTYPES
@@ -131,8 +133,8 @@ def draw_sizes(chance: random.Random, space: Space, options: dict[str, Any]) -> 
         rows = chance.choice((1, 2))
         B, H_kv = chance.choice(((MORE_THAN_A_GRID, 1), (1, MORE_THAN_A_GRID)))
         return Workload(B=B, H=H_kv * group, H_kv=H_kv, L=rows, S=rows, **fields | {"D": 8, "D_v": 8})
-    L = _length(chance, space)
-    S = _length(chance, space) if cross and fields["layout"] != "qkv" else L
+    L = chance.choice(space.rows) if space.rows else _length(chance, space)
+    S = _length(chance, space) if (cross or space.rows) and fields["layout"] != "qkv" else L
     if ragged == "packed":
         packed = _packed(chance, space, group * max(fields["D"], fields["D_v"]), group)
         L = S = sum(packed)

@@ -273,8 +273,10 @@ class Work:
         """q, dO of shape (n, G, L, .), k, v of shape (n, S, .) for these units."""
         import torch
 
-        self.b = torch.tensor([b for b, _ in units], device=self.keys.device)
-        self.kv = torch.tensor([kv for _, kv in units], device=self.keys.device)
+        # neighbours, counted where they are used: a copy to a GPU, or back, would wait for it
+        first = units[0][0] * self.w.H_kv + units[0][1]
+        numbers = torch.arange(first, first + len(units), device=self.keys.device)
+        self.chosen, self.b, self.kv = units, numbers // self.w.H_kv, numbers % self.w.H_kv
         load = self.precision.load
         self.q = load(self._grouped(self.inputs.q)[self.b, self.kv])
         self.k, self.v = load(self.inputs.k[self.b, self.kv]), load(self.inputs.v[self.b, self.kv])
@@ -289,8 +291,8 @@ class Work:
 
     def run_rows(self, rows: slice) -> None:
         """Forward and backward of rows of the loaded units; adds into the result."""
-        chosen = self.b.cpu()
-        low, high = self.low[chosen][:, rows], self.high[chosen][:, rows]
+        batches = [b for b, _ in self.chosen]
+        low, high = self.low[batches][:, rows], self.high[batches][:, rows]
         columns = slice(int(low.min()), max(int(low.min()), int(high.max())))
         chunk = self._softmax(rows, columns, low, high)
         store, multiply = self.precision.store, self.precision.multiply
@@ -394,14 +396,14 @@ class Work:
 
         device = self.keys.device
         slopes = self.inputs.alibi_slopes.to(**self.options).view(self.w.H_kv, self.w.group)[self.kv]  # type: ignore[union-attr]
-        offset = torch.tensor([self.w.query_offset(b) for b in self.b.tolist()], device=device)[:, None, None]
+        offset = torch.tensor([self.w.query_offset(b) for b, _ in self.chosen], device=device)[:, None, None]
         position = torch.arange(rows.start, rows.stop, device=device)[None, :, None] + offset
         return -slopes[..., None, None] * (position - self.keys[columns]).abs()[:, None]
 
     def _add_bias(self, target: Tensor | None, grad: Tensor, rows: slice, columns: slice) -> None:
         if target is None:
             return
-        for n, (b, kv) in enumerate(zip(self.b.tolist(), self.kv.tolist(), strict=True)):
+        for n, (b, kv) in enumerate(self.chosen):
             part = grad[n]
             heads = slice(kv * self.w.group, (kv + 1) * self.w.group)
             where: list[Any] = [b, heads, rows, columns]
