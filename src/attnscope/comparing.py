@@ -322,7 +322,7 @@ class _Sweep:
 
     def _warm(self, workloads: Sequence[Workload], device: Device) -> None:
         """Compile in ``plan.warm`` processes at once; what fails there will fail again in its row, which says so."""
-        if not self.plan.warm:
+        if not self.plan.warm or self.in_process:
             return
         keeps = {name: registry.find(name).sheet.kept_on_disk for name in self.references}
         tasks = list(warm_tasks([self._ask(workload, device) for workload in workloads], keeps))
