@@ -124,7 +124,7 @@ def test_a_failed_check_exits_1_and_names_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_a_polite_kill_keep_rows_and_exit_130(tmp_path, number):
-    names, marker = "sdpa_math,bad_implementations:Hangs", tmp_path / "hangs now"
+    names, marker = "sdpa_math,bad_implementations:HangsInCheck", tmp_path / "hangs now"
     process = subprocess.Popen(
         [sys.executable, "-m", "attnscope", "compare", TINY, "--device", "cpu", "--quick", "--out", "out",
          "--implementations", names],
