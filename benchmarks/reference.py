@@ -105,13 +105,9 @@ def sheet_row(name: str, sheet: Sheet) -> Sequence[str]:
         scores = "the inputs' dtype"
     elif len(by_precision) == 1:
         scores = next(iter(by_precision))
-    least = ""
-    if sheet.min_capability is not None:
-        least, below = (".".join(map(str, c)) for c in (sheet.min_capability, sheet.below_capability or ()))
-        least = f" from compute capability {least} " + (f"to below {below}" if below else "on")
     return (
         f"`{name}`", ", ".join(sorted(sheet.directions, reverse=True)), ", ".join(sorted(sheet.dtypes)), scores,
-        sheet.head_dims(), ", ".join(sorted(sheet.devices)) + least, ", ".join(map(shown_package, sheet.packages)),
+        sheet.head_dims(), sheet.hardware(), ", ".join(map(shown_package, sheet.packages)),
         ", ".join(sorted(sheet.layouts)), yes(sheet.lse), yes(sheet.deterministic), sheet.torch_compile(),
         yes(sheet.cuda_graph and "cuda" in sheet.devices),
     )  # fmt: skip
@@ -121,23 +117,12 @@ def shown_package(requirement: str) -> str:
     return f"`{requirement.partition(' as ')[0]}`"
 
 
-def feature_cell(sheet: Sheet, word: str) -> str:
-    """`yes`, `forward` where there is no backward with it, else empty."""
-    if word == "bias_gradient":
-        return yes("bias" in sheet.features - sheet.forward_only and "backward" in sheet.directions)
-    if word == "dropout" and sheet.draws_dropout:
-        return "drawn"
-    if word not in sheet.features:
-        return ""
-    return "forward" if word in sheet.forward_only else "yes"
-
-
 def feature_table(chosen: Sequence[Implementation]) -> str:
     """Implementations down, features across; a feature that none has is told below."""
     words = [word for word in FEATURES if any(word in one.sheet.features for one in chosen)]
     if "bias" in words:
         words.insert(words.index("bias") + 1, "bias_gradient")
-    body = [(f"`{one.name}`", *(feature_cell(one.sheet, word) for word in words)) for one in chosen]
+    body = [(f"`{one.name}`", *(one.sheet.feature(word) for word in words)) for one in chosen]
     missing = [FEATURE_SENTENCES[word] for word in FEATURES if word not in words]
     told = f"\n\nNone takes {', '.join(missing)}." if missing else ""
     return table(("implementation", *words), body) + told

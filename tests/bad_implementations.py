@@ -101,6 +101,25 @@ class Hangs(Good):
         time.sleep(3600)
 
 
+class HangsInCheck(Good):
+    """Answers its first call in each direction, and hangs in the check that follows."""
+
+    name = "hangs_in_check"
+
+    def prepare(self, workload, device):
+        calls = [0]
+
+        class Prepared(GoodPrepared):
+            def forward(self, inputs, *, save=False):
+                calls[0] += 1
+                if calls[0] > 2:
+                    open(os.environ["ATTNSCOPE_TEST_MARKER"], "w").close()
+                    time.sleep(3600)
+                return super().forward(inputs, save=save)
+
+        return Prepared()
+
+
 class OutOfMemory(Good):
     name = "out_of_memory"
 

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from attnscope import demo
+from attnscope.listing import list_implementations
 
 TINY = "B1,H2,L32,D16,fp32,causal"
 
@@ -122,7 +124,7 @@ def test_a_failed_check_exits_1_and_names_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_a_polite_kill_keep_rows_and_exit_130(tmp_path, number):
-    names, marker = "sdpa_math,bad_implementations:Hangs", tmp_path / "hangs now"
+    names, marker = "sdpa_math,bad_implementations:HangsInCheck", tmp_path / "hangs now"
     process = subprocess.Popen(
         [sys.executable, "-m", "attnscope", "compare", TINY, "--device", "cpu", "--quick", "--out", "out",
          "--implementations", names],
@@ -197,6 +199,28 @@ def test_list_json():
     rows = json.loads(attnscope("list", "--json").stdout)
     assert rows[0]["name"] == "reference_cpu"
     assert {"features", "dtypes", "unavailable"} <= set(rows[0])
+
+
+def test_list_and_its_page_say_the_same_of_each_implementation():
+    """Cell by cell: what the page's tables hold is what the command prints."""
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "implementations.md").read_text()
+    told: dict[str, dict[str, str]] = {}
+    for block in page.split("\n\n"):
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line[:1] == "|"]
+        for name, *cells in lines[2:]:
+            told.setdefault(name.split("`")[1], {}).update(zip(lines[0][1:], cells, strict=True))
+    rows = list_implementations()
+    assert {row["name"] for row in rows} == told.keys()
+    for row in rows:
+        cells = told[row["name"]]
+        for word, cell in row["table"].items():
+            assert cells.get(word, "") == cell, (row["name"], word)
+        assert cells["devices"] == row["hardware"] and cells["head dims"] == row["head_dims"]
+        for column, key in (("directions", "directions"), ("dtypes", "dtypes"), ("layouts", "layouts")):
+            assert cells[column] == ", ".join(row[key]), (row["name"], column)
+        for column, key in (("lse", "lse"), ("same result twice", "deterministic"), ("CUDA graph", "cuda_graph")):
+            assert (cells[column] == "yes") == row[key], (row["name"], column)
+        assert cells["in torch.compile"] == row["torch_compile"]
 
 
 def _cuda():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -131,3 +132,23 @@ def test_a_warm_up_runs_first_in_every_new_child_outside_the_limit():
         call(made, "die", 3)
     assert call(made, "add", 1, 2, timeout_s=1.0) == 3
     made.close()
+
+
+def test_another_thread_may_close_it_at_any_moment(worker):
+    """The call ends with one of the errors that callers know, never with one of ours."""
+    ends = []
+
+    def work():
+        try:
+            call(worker, "sleep", 30)
+        except (WorkerFailed, OSError) as error:
+            ends.append(type(error).__name__)
+
+    for pause in (0.0, 0.01, 0.05, 0.3, 0.6):
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(pause)
+        while thread.is_alive():
+            worker.close()
+            thread.join(0.05)
+    assert len(ends) == 5

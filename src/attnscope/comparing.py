@@ -25,7 +25,7 @@ from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result,
 from attnscope.resuming import Budget, refuse_unlike, remaining
 from attnscope.spending import Ledger, added
 from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
-from attnscope.warming import ENVIRONMENT, ahead, warm_caches, warm_tasks
+from attnscope.warming import ENVIRONMENT, ahead, meanwhile, warm_caches, warm_tasks
 from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed, printable
 from attnscope.workload import DIRECTIONS, Workload
 
@@ -283,10 +283,10 @@ class _Sweep:
 
     def _start(self) -> tuple[Device, Environment]:
         self._say("start")
-        with _sentences():
-            found: tuple[Device, Environment] = self.checker.call(
-                "attnscope.jobs:start", self.plan.device, timeout_s=START_LIMIT_S
-            )
+        start = ("attnscope.jobs:start", self.plan.device)
+        beside = start if self.plan.stages else None
+        with _sentences(), meanwhile(self.bench, beside, START_LIMIT_S, lambda found: None):
+            found: tuple[Device, Environment] = self.checker.call(*start, timeout_s=START_LIMIT_S)
         return found
 
     def _empty_run(self, device: Device, environment: Environment, workloads: Sequence[Workload]) -> Run:
@@ -322,7 +322,7 @@ class _Sweep:
 
     def _warm(self, workloads: Sequence[Workload], device: Device) -> None:
         """Compile in ``plan.warm`` processes at once; what fails there will fail again in its row, which says so."""
-        if not self.plan.warm:
+        if not self.plan.warm or self.in_process:
             return
         keeps = {name: registry.find(name).sheet.kept_on_disk for name in self.references}
         tasks = list(warm_tasks([self._ask(workload, device) for workload in workloads], keeps))

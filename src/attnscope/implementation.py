@@ -136,6 +136,27 @@ class Sheet:
         most = f"up to {self.max_head_dim}" if self.max_head_dim is not None else ""
         return ", ".join(part for part in (most, multiples) if part) or "any"
 
+    def hardware(self) -> str:
+        """``cuda from compute capability 9.0 to below 10.0``, in words."""
+        devices = ", ".join(sorted(self.devices))
+        if self.min_capability is None:
+            return devices
+        least, below = (".".join(map(str, c)) for c in (self.min_capability, self.below_capability or ()))
+        return f"{devices} from compute capability {least} " + (f"to below {below}" if below else "on")
+
+    def feature(self, word: str) -> str:
+        """``yes``; ``forward`` where there is no backward with it; ``drawn`` for dropout of its own; else empty.
+
+        ``word`` is one of :data:`FEATURES`, or ``bias_gradient``.
+        """
+        if word == "bias_gradient":
+            return "yes" if "bias" in self.features - self.forward_only and "backward" in self.directions else ""
+        if word == "dropout" and self.draws_dropout:
+            return "drawn"
+        if word not in self.features:
+            return ""
+        return "forward" if word in self.forward_only else "yes"
+
     def torch_compile(self) -> str:
         """``compiled`` where it compiles itself, ``traceable`` where a caller may, else empty: not promised."""
         return "compiled" if self.compiled else "traceable" if self.traceable else ""

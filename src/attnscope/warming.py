@@ -3,7 +3,8 @@
 Two things are done early, both while nothing is measured. *Warming*: with ``compare --warm N``, N processes prepare and
 call once, on every workload of the run, each implementation whose compiler keeps what it made on disk; the processes
 that check and measure then find it there. *Ahead*: while one process checks a workload, the one that measures prepares
-the same workload. Neither decides anything: what fails here is tried again where it counts, and fails there by name.
+the same workload; so they also start side by side. None of it decides anything: what fails here is tried again where it
+counts, and fails there by name.
 """
 
 from __future__ import annotations
@@ -89,29 +90,41 @@ def warm_tasks(asks: Sequence[Ask], keeps_on_disk: Mapping[str, bool]) -> Iterat
 
 @contextlib.contextmanager
 def ahead(caller: Caller, ask: Ask, names: Sequence[str], limit_s: float) -> Iterator[dict[str, float]]:
-    """While the block runs, ``caller``'s process prepares ``names``; what it took by name is filled in at the end.
-
-    Only a process of its own can do two things at once: for any other caller, and for no names, nothing happens.
-    """
+    """While the block runs, ``caller``'s process prepares ``names``; what it took by name is filled in at the end."""
     took: dict[str, float] = {}
-    if not isinstance(caller, Worker) or not names:
+    timeout_s = limit_s * (1 + len(names))
+    call = ("attnscope.warming:prepare_ahead", ask, tuple(names)) if names else None
+    with meanwhile(caller, call, timeout_s, took.update):
         yield took
+
+
+@contextlib.contextmanager
+def meanwhile(
+    caller: Caller, call: tuple[Any, ...] | None, timeout_s: float, done: Callable[[Any], object]
+) -> Iterator[None]:
+    """While the block runs, ``caller``'s process makes ``call``; ``done`` gets what it returns. The block waits for it.
+
+    Only a process of its own can do two things at once: for any other caller, and for no call, nothing happens. What
+    goes wrong there is left for the next call to find.
+    """
+    if not isinstance(caller, Worker) or call is None:
+        yield
         return
 
-    def prepare() -> None:
+    def work() -> None:
         with contextlib.suppress(*GONE):
-            timeout_s = limit_s * (1 + len(names))
-            took.update(caller.call("attnscope.warming:prepare_ahead", ask, tuple(names), timeout_s=timeout_s))
+            done(caller.call(*call, timeout_s=timeout_s))
 
-    thread = threading.Thread(target=prepare, daemon=True)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        yield took
+        yield
     except BaseException:
-        caller.close()  # what it prepares is not needed any more
+        while thread.is_alive():  # what it is at is not needed any more; it may just be starting its process
+            caller.close()
+            thread.join(0.2)
         raise
-    finally:
-        thread.join()
+    thread.join()
 
 
 # --- in the worker ----------------------------------------------------------------------------------------------------
@@ -168,4 +181,4 @@ def _makes_large_scores(ask: Ask, name: str, share: float) -> bool:
     return need > share * available_memory_bytes(ask.device)
 
 
-__all__: list[Any] = ["ahead", "prepare_ahead", "run_once", "warm_caches", "warm_tasks"]
+__all__: list[Any] = ["ahead", "meanwhile", "prepare_ahead", "run_once", "warm_caches", "warm_tasks"]

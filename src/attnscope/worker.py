@@ -167,12 +167,14 @@ class Worker:
         return ours
 
     def _obituary(self) -> str:
-        assert self._process is not None
+        process, log = self._process, self._log
+        if process is None:
+            return "was closed"  # by another thread
         try:
-            code = self._process.wait(timeout=10)
+            code = process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             code = 0
-        said = self._log.read_text(errors="replace").splitlines() if self._log else []
+        said = log.read_text(errors="replace").splitlines() if log else []
         lines = [line for line in said if not line.startswith("USDT:")][-LOG_LINES:]
         self.kill()
         cause = f"its process ended with exit code {code}"
