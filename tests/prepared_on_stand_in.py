@@ -1,0 +1,72 @@
+"""hopper, its decoding and hopper_cuda prepared without a card and without a compiler: all of them but the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+from attnscope import cuda
+from attnscope.implementations.hopper import Plan, PreparedHopper, configurations, decode, gluon_shim, kernels
+from attnscope.implementations.hopper_cuda import HopperCuda
+from attnscope.workload import Workload
+from driver_stand_in import DEVICE, Driver, TensorMap
+
+NAMES = ("hopper", "decode", "hopper_cuda")
+
+
+def prepare(name: str, driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
+    """The prepared implementation; its kernels do nothing, and have the parameters of the real ones."""
+    return {"hopper": _hopper, "decode": _decode, "hopper_cuda": _hopper_cuda}[name](driver, monkeypatch, workload)
+
+
+def _hopper(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
+    def load(cubin: bytes, name: str, shared_bytes: int, device_index: int) -> int:
+        del cubin, name, shared_bytes, device_index
+        described = [TensorMap, *[ctypes.c_uint64] * 8]
+        pointers = [ctypes.c_void_p] * (1 + sum(prepared_plan.pointers.values()))
+        scalars = [ctypes.c_int32] * (len(kernels.SCALARS) - 2) + [ctypes.c_float] * 2
+        driver.kernels[1] = [*described * 4, *pointers, *scalars, *[ctypes.c_uint64] * 2], None
+        return 1
+
+    configuration = configurations.choose(workload)
+    prepared_plan = Plan(workload, configuration)
+    machine = gluon_shim.Machine("hopper_attention_forward", b"", 384, 200_000, "")
+    monkeypatch.setattr(Plan, "compile", lambda self: machine)
+    monkeypatch.setattr("attnscope.driver.load", load)
+    return PreparedHopper(workload, DEVICE, configuration)
+
+
+def _decode(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
+    def warmup(*given: Any, grid: Any, **constants: Any) -> Any:
+        del grid, constants
+        kinds = ["constexpr" if one is None else _kind(one) for one in given]
+        return SimpleNamespace(src=SimpleNamespace(signature={str(at): kind for at, kind in enumerate(kinds)}))
+
+    def load(compiled: Any, values: list[Any], grid: tuple[int, int, int], device_index: int) -> Any:
+        from attnscope.driver import Function
+
+        del compiled, device_index
+        handle = len(driver.kernels) + 1
+        driver.kernels[handle] = [*map(type, values), ctypes.c_uint64, ctypes.c_uint64], None
+        return Function("hopper_attention_decode", handle, grid, 128, 1000)
+
+    kernel = SimpleNamespace(warmup=warmup)
+    loaded = SimpleNamespace(hopper_attention_decode=kernel, hopper_attention_decode_combine=kernel)
+    monkeypatch.setattr(decode, "load_kernels", lambda: loaded)
+    monkeypatch.setattr(decode, "load_machine", load)
+    made = decode.DecodeKernel(workload, DEVICE, splits=2)
+    made.compile()
+    return made
+
+
+def _kind(value: Any) -> str:
+    return {int: "i32", float: "fp32"}.get(type(value), "*data")
+
+
+def _hopper_cuda(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
+    strides, sizes = [ctypes.c_longlong] * 3, [ctypes.c_int] * 9
+    driver.kernels[1] = [*[TensorMap] * 3, *[ctypes.c_void_p] * 3, *strides, ctypes.c_float, *sizes], None
+    kernel = SimpleNamespace(handle=1, allow_shared_bytes=lambda shared_bytes, device_index: None)
+    monkeypatch.setattr(cuda, "load_kernel", lambda *_, **__: kernel)
+    return HopperCuda().prepare(workload, DEVICE)
