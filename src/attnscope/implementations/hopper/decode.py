@@ -183,8 +183,8 @@ class DecodeKernel:
         out, lse = output_forms(w)
         parts = (w.B * w.H * w.L * self.splits * (w.D_v + 1),), (1,), lse[2]
         forms, self._out_strides = (out, lse, parts) if self.splits > 1 else (out, lse), out[1]
-        self._launches = driver.Launches(device.index) if self._on_cuda else _Interpreted()
-        self._fresh = driver.Fresh(device.index, *forms) if self._on_cuda else _interpreted_fresh(forms)
+        self.launches = driver.Launches(device.index) if self._on_cuda else _Interpreted()
+        self.fresh = driver.Fresh(device.index, *forms) if self._on_cuda else _interpreted_fresh(forms)
         options = {"lengths": w.lengths is not None, "alibi_slopes": w.alibi, "sinks": w.sinks}
         self._options = [name for name, there in options.items() if there]
 
@@ -203,9 +203,9 @@ class DecodeKernel:
         q, k, v = inputs.q, inputs.k, inputs.v
         if 0 in self.grid:
             return nothing_seen(self.workload, q, inputs.sinks)
-        out, lse, *parts = self._fresh()
+        out, lse, *parts = self.fresh()
         others = [*parts, *[getattr(inputs, name) for name in self._options]]
-        if not self._launches.replay(driver.launch_key(q, k, v, out, lse, others)):
+        if not self.launches.replay(driver.launch_key(q, k, v, out, lse, others)):
             self._start(q, k, v, out, lse, others)
         return Output(out, lse)
 
@@ -220,7 +220,7 @@ class DecodeKernel:
         calls = [plan.decode(q, k, v, out, lse, parts, lengths, slopes, sinks)]
         if plan.combine is not None:
             calls.append(plan.combine(parts, out, lse, sinks))
-        self._launches.start(driver.launch_key(q, k, v, out, lse, others), *calls)
+        self.launches.start(driver.launch_key(q, k, v, out, lse, others), *calls)
 
     def backward(self, inputs: Inputs, saved: Any) -> Gradients:
         """There is none, as the sheet says."""
