@@ -255,11 +255,15 @@ class PreparedHopper:
         out, lse = self.fresh()
         options = [getattr(inputs, name) for name in self.attributes]
         if not self.launches.replay(driver.launch_key(q, k, v, out, lse, options)):
-            q, k, v = (driver.as_readable(tensor) for tensor in (q, k, v))
-            options = [option.contiguous() for option in options]
-            key = driver.launch_key(q, k, v, out, lse, options)
-            self.launches.start(key, (self.function, self._arguments(q, k, v, out, lse, options)))
+            self._start(q, k, v, out, lse, options)
         return Output(out, lse)
+
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: list[Tensor]) -> None:
+        """Queue the kernel of a call that was not seen before."""
+        q, k, v = (driver.as_readable(tensor) for tensor in (q, k, v))
+        options = [option.contiguous() for option in options]
+        key = driver.launch_key(q, k, v, out, lse, options)
+        self.launches.start(key, (self.function, self._arguments(q, k, v, out, lse, options)))
 
     def backward(self, inputs: Inputs, saved: Any) -> Gradients:
         """There is none, as the sheet says."""
