@@ -415,9 +415,7 @@ def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, A
         bias, told = bias_arguments(inputs.bias, plan)
         tensors["bias"], pointers["bias"] = bias.float().numpy(), in_memory(bias)
         scalars += told
-    descriptors = {
-        f"{name}_desc": Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()
-    }
+    descriptors = {f"{name}_desc": Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()}
     pointers = {name: pointers[name] for name, there in plan.pointers.items() if there}
     numbers = {name: number(value) for name, value in zip(plan.scalar_types(), scalars, strict=True)}
     for block in range(blocks):

@@ -1,4 +1,4 @@
-"""hopper's bool masks and biases without a card: the kernels' own source on a stand-in for Gluon, and what they are told.
+"""hopper's bool masks and biases without a card: the kernels' own source on a stand-in for Gluon; what they are told.
 
 That they compile for sm_90 without spills is tested in test_hopper.py, what runs on a card in tests/gpu.
 """

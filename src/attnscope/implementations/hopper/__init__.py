@@ -2,8 +2,8 @@
 
 Reads Inputs, writes Output. Must not import another implementation or a later stage. The kernel stands in
 ``kernels.py``, what changed between releases of Triton in ``gluon_shim.py``, how it is launched in ``launching.py``,
-bool masks and biases in ``masked.py``, which configuration is compiled in ``configurations.py``; docs/concepts/hopper.md
-says how it works and which ideas won.
+bool masks and biases in ``masked.py``, which configuration is compiled in ``configurations.py``;
+docs/concepts/hopper.md says how it works and which ideas won.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ _THREE = {"slots": 8, "q_slots": 2, "groups": 3, "producer_registers": 32, "cons
 _TWO = {"slots": 8, "q_slots": 2}
 _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
-_ALONE = {"persistent": False, "balanced": False}  # the card deals tiles, for nobody knows what a bool mask leaves of one
+_ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],

@@ -375,8 +375,11 @@ def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scal
 
 @_device
 def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr):
-    """What is added to the tile ``s`` of scores from key ``key`` on: a tile of the group's ring (1), of shape (64, KEYS), a row
-    of the bias (2), (1, KEYS), or a column of it (3), (64, 1), which is at hand."""
+    """What is added to the tile ``s`` of scores from key ``key`` on, natural.
+
+    That is a tile of the group's ring (BIAS 1), of shape (64, KEYS), a row of the bias (2), (1, KEYS), or a column of
+    it (3), (64, 1), which is at hand.
+    """
     KEYS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     if BIAS == 1:
@@ -399,8 +402,7 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
 
 @_device
 def _words_of(words, entry, zero):
-    """The bits of the tile of keys that ``entry`` names: (64, 4) int32; ``words`` are the group's rows'; None: no mask.
-    """
+    """The bits, (64, 4) int32, of the tile of keys that ``entry`` names, of the group's ``words``; None: no mask."""
     found = None
     if words is not None:
         ROWS: gl.constexpr = zero.shape[0]
@@ -597,6 +599,10 @@ def _consumer(
         low = None
         high = None
         if MASKED:
+            if BIAS:  # else comparisons are kept in registers from one tile to the next, and those are short
+                length = gl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [length], dtype=gl.int32, is_pure=False, pack=1
+                )
             lower, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
             if WINDOWED or starts is not None:
                 low = lower

@@ -162,7 +162,8 @@ class PreparedMasked(PreparedHopper):
         if self.masks is not None:
             tensors["between"] = torch.empty(self.masks.offsets[-1], dtype=torch.int32, device=q.device)
         key = tuple([(t.data_ptr(), t.stride()) for t in tensors.values() if t is not None])
-        launches, copies = self.calls.get(key), []
+        launches = self.calls.get(key)
+        copies: list[Tensor] = []
         if launches is None:
             launches, copies = self._launches(tensors)
             if not copies:
@@ -193,7 +194,7 @@ class PreparedMasked(PreparedHopper):
         names = ("mask", "lse", "lengths", "slopes", "sinks")
         places = {name: tensors[name].data_ptr() for name in names if tensors[name] is not None}
         places |= zip(("starts", "ends"), (bound.data_ptr() for bound in self.bounds), strict=False)
-        places |= {"order": order.data_ptr() for order in self.order}
+        places |= {"order": self.order[0].data_ptr()} if self.order else {}
         scalars = self.plan.scalars()
         if self.masks is not None:
             lists, kinds, _ = self.masks.offsets
@@ -217,9 +218,7 @@ class PreparedMasked(PreparedHopper):
         first, second = self.in_front
         return [(first, self.masks.tiles, words), (second, self.masks.lists, lists)]
 
-    def _attention(
-        self, tensors: dict[str, Tensor], places: dict[str, int], scalars: list[Any]
-    ) -> launching.Arguments:
+    def _attention(self, tensors: dict[str, Tensor], places: dict[str, int], scalars: list[Any]) -> launching.Arguments:
         assert self.launcher is not None
         descriptors: list[Any] = []
         for name, (rows, columns) in self.plan.boxes().items():
