@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnscope.implementations.hopper import Plan, kernels
+from attnscope.implementations.hopper import Plan, kernels, mask_kernels
+from attnscope.implementations.hopper.masked import LIST_CHUNK, MaskPlan, bias_arguments
 from attnscope.inputs import Inputs, row_bounds
 
 TIMEOUT_S = 20.0
@@ -88,6 +89,10 @@ class Shared:
     def store(self, value: Any) -> None:
         self.array[...] = value.array
 
+    def load(self, layout: Any) -> Tile:
+        CLOCK.pause()
+        return Tile(self.array.copy(), layout)
+
 
 class Tile:
     """A tensor in registers. A pointer is a tile of places in an array."""
@@ -111,7 +116,8 @@ class Tile:
     def _with(self, other: Any, function: Any) -> Tile:
         value = other.array if isinstance(other, Tile) else other
         memory = self.memory if self.memory is not None else getattr(other, "memory", None)
-        return Tile(function(self.array, value), self.layout, memory)
+        with np.errstate(over="ignore"):  # to infinity, as on the card
+            return Tile(function(self.array, value), self.layout, memory)
 
 
 def _operator(function: Any) -> Any:
@@ -120,8 +126,8 @@ def _operator(function: Any) -> Any:
 
 for _name, _function in {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "lt": np.less, "ge": np.greater_equal, "gt": np.greater,
-    "eq": np.equal, "ne": np.not_equal, "and": np.logical_and, "floordiv": np.floor_divide, "mod": np.mod,
-    "xor": np.bitwise_xor, "truediv": np.divide, "le": np.less_equal,
+    "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "floordiv": np.floor_divide, "mod": np.mod,
+    "xor": np.bitwise_xor, "truediv": np.divide, "le": np.less_equal, "lshift": np.left_shift, "rshift": np.right_shift,
 }.items():  # fmt: skip
     setattr(Tile, f"__{_name}__", _operator(_function))
     setattr(Tile, f"__r{_name}__", _operator(lambda a, b, f=_function: f(b, a)))
@@ -174,11 +180,11 @@ class Language:
     convert_layout = staticmethod(lambda t, layout: Tile(t.array, layout))
     constexpr = staticmethod(lambda value: value)
     cast = staticmethod(lambda value, dtype: value)
+    BlockedLayout = staticmethod(lambda *_: "blocked")
     exp2 = staticmethod(lambda t: Tile(np.exp2(t.array.astype(np.float32)), t.layout))
     log2 = staticmethod(lambda t: Tile(np.log2(t.array), t.layout))
     abs = staticmethod(lambda t: Tile(np.abs(t.array), t.layout))
     max = staticmethod(lambda t, axis: Tile(t.array.max(axis), t.layout))
-    sum = staticmethod(lambda t, axis: Tile(t.array.sum(axis, dtype=np.float32), t.layout))
     SliceLayout = staticmethod(lambda dim, parent: ("slice", dim, parent))
     NVMMADistributedLayout = staticmethod(lambda **_: "mma")
     DotOperandLayout = staticmethod(lambda **_: "operand")
@@ -197,8 +203,8 @@ class Language:
         layout = next((x.layout for x in (condition, a, b) if isinstance(x, Tile)), None)
         if not any(isinstance(x, Tile) for x in (condition, a, b)):
             return _scalar(a if condition else b)
-        dtype = next(x.array.dtype for x in (a, b) if isinstance(x, Tile))
-        return Tile(np.where(*values).astype(dtype), layout)
+        dtype = next((x.array.dtype for x in (a, b) if isinstance(x, Tile)), None)
+        return Tile(np.where(*values).astype(dtype or np.float32), layout)
 
     def _either(self, a: Any, b: Any, function: Any) -> Any:
         if isinstance(a, Tile):
@@ -220,13 +226,25 @@ class Language:
     def zeros(self, shape: Any, dtype: Any, layout: Any) -> Tile:
         return self.full(shape, 0, dtype, layout)
 
-    def load(self, places: Tile) -> Any:
+    def sum(self, t: Tile, axis: int) -> Any:
+        whole = t.array.dtype.kind == "i"
+        found = Tile(t.array.sum(axis, dtype=t.array.dtype if whole else np.float32), t.layout)
+        return found if found.array.ndim else _scalar(found)
+
+    def load(self, places: Tile, mask: Any = None, other: Any = None) -> Any:
+        if mask is not None:
+            places_, kept = np.broadcast_arrays(places.array, mask.array)
+            found = Tile(np.full(places_.shape, other, places.memory.dtype), places.layout)
+            found.array[kept] = places.memory[places_[kept]]
+            return found
         found = Tile(places.memory[places.array], places.layout)
         return found if found.array.ndim else _scalar(found) if found.array.dtype.kind == "i" else found.array[()]
 
-    def store(self, places: Tile, value: Tile, mask: Tile) -> None:
-        kept = mask.array
-        places.memory[places.array[kept]] = value.array[kept]
+    def store(self, places: Tile, value: Any, mask: Any = None) -> None:
+        value = value.array if isinstance(value, Tile) else np.asarray(value)
+        kept = np.asarray(True if mask is None else mask.array if isinstance(mask, Tile) else mask)
+        at, value, kept = np.broadcast_arrays(places.array, value, kept)
+        places.memory[at[kept]] = value[kept]
 
     def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         if layout == "barrier":
@@ -380,7 +398,6 @@ def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, A
     lse = np.full(w.B * w.H * w.L, np.nan, np.float32)
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     tensors = {name: tensor.float().numpy() for name, tensor in arrays.items()} | {"o": out}
-    descriptors = [Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()]
     options: dict[str, Any] = {"lengths": inputs.lengths, "slopes": inputs.alibi_slopes, "sinks": inputs.sinks}
     if w.packed is not None:
         low, high = row_bounds(w.replace(causal=None, window=None), "cpu")
@@ -388,21 +405,70 @@ def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, A
     blocks = min(blocks, plan.tiles)
     if plan.scheduled:
         options["order"] = torch.tensor(plan.schedule(blocks), dtype=torch.int32)
-    pointers = [Tile(0, None, options[name].numpy()) if there else None for name, there in plan.pointers.items()]
-    scalars = [Scalar(v.value) if isinstance(v.value, int) else v.value for v in plan.scalars()]
-    constants = {name: value for name, value in plan.constants().items() if name.isupper()}
+    pointers = {name: in_memory(option) for name, option in options.items() if option is not None}
+    scalars = plan.scalars()
+    if w.mask is not None:
+        masks = MaskPlan(plan)
+        pointers |= run_masks(masks, inputs.mask, pointers)
+        scalars += masks.scalars()
+    if w.bias is not None:
+        bias, told = bias_arguments(inputs.bias, plan)
+        tensors["bias"], pointers["bias"] = bias.float().numpy(), in_memory(bias)
+        scalars += told
+    descriptors = {f"{name}_desc": Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()}
+    pointers = {name: pointers[name] for name, there in plan.pointers.items() if there}
+    numbers = {name: number(value) for name, value in zip(plan.scalar_types(), scalars, strict=True)}
     for block in range(blocks):
         CLOCK.__init__(seed + block)  # type: ignore[misc]
-        module = vars(kernels) | names(block, blocks)
-        for name, function in kernels._DEVICE_FUNCTIONS.items():
-            module[name] = types.FunctionType(function.__code__, module, name)
-        module["hopper_attention_forward"](*descriptors, Tile(0, None, lse), *pointers, *scalars, **constants)
+        kernel = device_function("hopper_attention_forward", block, blocks)
+        kernel(lse=Tile(0, None, lse), **descriptors, **pointers, **numbers, **plan.constants())
     return torch.from_numpy(out), torch.from_numpy(lse).view(w.B, w.H, w.L)
+
+
+def run_masks(masks: MaskPlan, mask: Any, pointers: dict[str, Any]) -> dict[str, Any]:
+    """What the two kernels that read a mask write: words and lists; nothing of it may be read that is not written."""
+    lists, kinds, _ = masks.offsets
+    made = {
+        "words": np.full(lists, 0x5A5A5A5A, np.int32),
+        "lists": np.full(kinds - lists, 2**30, np.int32),
+        "kinds": np.full(masks.tiles, 99, np.uint8),
+    }
+    written = {name: Tile(0, None, array) for name, array in made.items()}
+    names = ("mask_b", "mask_h", "mask_l", "mask_s", "heads", "L", "S", "row_tiles", "key_tiles", "window")
+    numbers = {name: number(value) for name, value in zip(names, masks.words_scalars(mask), strict=True)}
+    given = {name: pointers[name] for name, there in masks.pointers.items() if there}
+    for block in range(masks.tiles):
+        kernel = device_function("hopper_attention_mask_words", block, masks.tiles)
+        kernel(
+            mask=in_memory(mask), words=written["words"], kinds=written["kinds"],
+            **given, **numbers, **masks.constants(),
+        )  # fmt: skip
+    for block in range(masks.lists):
+        kernel = device_function("hopper_attention_mask_lists", block, masks.lists)
+        kernel(written["kinds"], written["lists"], masks.key_tiles, LIST_CHUNK)
+    return written
+
+
+def in_memory(tensor: Any) -> Tile:
+    """A pointer to a tensor's first element, in the memory that it is a view of."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    flat = whole.to({torch.bool: torch.uint8}.get(tensor.dtype, torch.float32)) if not is_whole(whole) else whole
+    return Tile(tensor.storage_offset(), None, flat.numpy())
+
+
+def is_whole(tensor: Any) -> bool:
+    """Whether it holds whole numbers."""
+    return tensor.dtype in (torch.int32, torch.int64)
+
+
+def number(value: Any) -> Any:
+    """A ctypes scalar as the kernels see it."""
+    return Scalar(value.value) if isinstance(value.value, int) else value.value
 
 
 def device_function(name: str, block: int = 0, blocks: int = 1) -> Any:
     """One of the kernel's functions on whole numbers."""
     module = vars(kernels) | names(block, blocks)
-    for key, function in kernels._DEVICE_FUNCTIONS.items():
+    for key, function in (kernels._DEVICE_FUNCTIONS | mask_kernels._DEVICE_FUNCTIONS).items():
         module[key] = types.FunctionType(function.__code__, module, key)
     return module[name]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attnscope import cuda
-from attnscope.implementations.hopper import Plan, PreparedHopper, configurations, decode, gluon_shim, kernels
+from attnscope.implementations.hopper import Plan, PreparedHopper, configurations, decode, gluon_shim, masked
 from attnscope.implementations.hopper_cuda import HopperCuda
 from attnscope.workload import Workload
 from driver_stand_in import DEVICE, Driver, TensorMap
@@ -22,19 +22,33 @@ def prepare(name: str, driver: Driver, monkeypatch: Any, workload: Workload) -> 
 
 def _hopper(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
     def load(cubin: bytes, name: str, shared_bytes: int, device_index: int) -> int:
-        del cubin, name, shared_bytes, device_index
-        described = [TensorMap, *[ctypes.c_uint64] * 8]
-        pointers = [ctypes.c_void_p] * (1 + sum(prepared_plan.pointers.values()))
-        scalars = [ctypes.c_int32] * (len(kernels.SCALARS) - 2) + [ctypes.c_float] * 2
-        driver.kernels[1] = [*described * 4, *pointers, *scalars, *[ctypes.c_uint64] * 2], None
-        return 1
+        del cubin, shared_bytes, device_index
+        handle = len(driver.kernels) + 1
+        driver.kernels[handle] = _parameters(name, plan), None
+        return handle
 
-    configuration = configurations.choose(workload)
-    prepared_plan = Plan(workload, configuration)
+    plan = Plan(workload, configurations.choose(workload))
     machine = gluon_shim.Machine("hopper_attention_forward", b"", 384, 200_000, "")
+    in_front = [gluon_shim.Machine(f"hopper_attention_mask_{name}", b"", 128, 0, "") for name in ("words", "lists")]
     monkeypatch.setattr(Plan, "compile", lambda self: machine)
+    monkeypatch.setattr(masked.MaskPlan, "compile", lambda self: in_front)
     monkeypatch.setattr("attnscope.driver.load", load)
-    return PreparedHopper(workload, DEVICE, configuration)
+    kind = PreparedHopper if workload.mask is None and workload.bias is None else masked.PreparedMasked
+    return kind(workload, DEVICE, plan.configuration)
+
+
+def _parameters(name: str, plan: Plan) -> list[Any]:
+    """Types of what the kernel of that name takes."""
+    scratch = [ctypes.c_uint64] * 2
+    if name == "hopper_attention_mask_lists":
+        return [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, *scratch]
+    if name == "hopper_attention_mask_words":
+        pointers = [ctypes.c_void_p] * (3 + sum(masked.MaskPlan(plan).pointers.values()))
+        return [*pointers, *[ctypes.c_int64] * 4, *[ctypes.c_int32] * 6, *scratch]
+    described = [TensorMap, *[ctypes.c_uint64] * 8] * len(plan.boxes())
+    pointers = [ctypes.c_void_p] * (1 + sum(plan.pointers.values()))
+    types = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+    return [*described, *pointers, *(types[kind] for kind in plan.scalar_types().values()), *scratch]
 
 
 def _decode(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:

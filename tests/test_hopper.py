@@ -34,6 +34,7 @@ CPU = find_device("cpu")
 H200 = Device("cuda", "NVIDIA H200", capability=(9, 0), multiprocessors=132)
 B200 = Device("cuda", "NVIDIA B200", capability=(10, 0))
 SMALL = Configuration(keys=64, slots=5, q_slots=2)
+OPTIONS = {"mask": ",mask=bool:1x1xLxS", "bias16": ",bias=bf16:1xHxLxS", "bias32": ",bias=fp32:1x1xLxS"}
 CONFIGURATIONS = [
     SMALL,
     Configuration(keys=128, slots=4, groups=3, pingpong=False, lazy_sum=False),
@@ -63,7 +64,6 @@ def no_table_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         ("B1,H2,L64,D64,fp32", H200, "takes bf16 or fp16, not fp32"),
         ("B1,H2,L64,D264,bf16", H200, "takes D up to 256, not 264"),
         ("B1,H2,L64,D60,bf16", H200, "needs D to be a multiple of 8, not 60"),
-        ("B1,H2,L64,D64,bf16,mask=bool:1xHxLxS", H200, "does not support a bool mask"),
         ("B1,H2,L64,D64,bf16,dropout=0.1", H200, "does not support a given dropout mask"),
         ("B1,H1,L1,S1073741823,D64,bf16", H200,
          "counts positions in 32 bits: L + S must stay below 2**30, not 1073741824"),
@@ -89,7 +89,7 @@ def test_every_workload_of_the_suites_runs_and_has_a_configuration(suite: str, i
 def test_every_class_has_a_shipped_configuration_that_is_a_candidate() -> None:
     classes = set()
     for dim in (8, 64, 80, 128, 200, 256):
-        for mask in ("", ",causal", ",window=9", ",causal=bottom_right,window=9"):
+        for mask in ("", ",causal", ",window=9", ",causal=bottom_right,window=9", *OPTIONS.values()):
             for dtype in ("bf16", "fp16"):
                 for length in (1, 1024, 1025, 4096, 4097, 100_000):
                     workload = Workload.parse(f"B1,H1,L{length},D{dim},{dtype}{mask}")
@@ -444,7 +444,7 @@ def text_of(key: str) -> str:
     """A workload of a tuning class."""
     dim, mask, dtype, length = key.split(",")
     size = {"short": 1000, "middle": 2000, "long": 5000}[length]
-    masks = {"full": "", "causal": ",causal", "window": ",causal=bottom_right,window=64"}
+    masks = {"full": "", "causal": ",causal", "window": ",causal=bottom_right,window=64"} | OPTIONS
     return f"B1,H2,L{size},{dim},{dtype}{masks[mask]}"
 
 
@@ -467,6 +467,12 @@ def test_every_feature_compiles_cleanly(tmp_path: Path) -> None:
         *FEATURES,
         "B1,H2,L300,D256,fp16,lengths=7,sinks,softcap=3,causal=bottom_right",
         "B1,H2,L99,D192,Dv128,bf16",
+        "B2,H2,L300,D64,bf16,mask=bool:BxHxLxS,alibi,causal=bottom_right,lengths=300/7",
+        "B1,H2,L300,D128,bf16,mask=bool:1x1xLxS,bias=bf16:1xHxLxS,sinks",
+        "B1,H2,L300,D256,fp16,bias=fp16:1x1xLxS,causal,softcap=9",
+        "B1,H2,L300,D64,bf16,bias=bf16:1xHx1xS,alibi",
+        "B1,H2,L300,D128,bf16,bias=fp32:1xHx1xS,window=64",
+        "B1,H2,L300,D256,bf16,bias=fp32:Bx1xLx1,mask=bool:1x1x1xS",
     ]
     assert_clean(compile_apart("3.6.0", [(text, choose(Workload.parse(text))) for text in texts], tmp_path))
 

@@ -1,14 +1,14 @@
 """Stage 2: our own attention forward for compute capability 9.0, in Gluon: TMA, wgmma, specialised warps.
 
 Reads Inputs, writes Output. Must not import another implementation or a later stage. The kernel stands in
-``kernels.py``, what changed between releases of Triton in ``gluon_shim.py``, which configuration is compiled in
-``configurations.py``; docs/concepts/hopper.md says how it works and which ideas won.
+``kernels.py``, what changed between releases of Triton in ``gluon_shim.py``, bool masks and biases in ``masked.py``,
+which configuration is compiled in ``configurations.py``; docs/concepts/hopper.md says how it works and which ideas won.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attnscope import driver
@@ -19,6 +19,7 @@ from attnscope.implementations.common import nothing_seen, output_forms
 from attnscope.implementations.hopper import configurations, decode, gluon_shim, schedules
 from attnscope.implementations.hopper.configurations import Configuration, block_of
 from attnscope.inputs import Inputs, Tensor, row_bounds
+from attnscope.units import DTYPE_BYTES
 from attnscope.workload import Workload
 
 MAX_TILES = 2**30
@@ -28,10 +29,11 @@ LOG2_E = 1.4426950408889634
 WARPS = 4  # of a group
 MULTIPROCESSORS = 132  # where the device does not say
 OPTIONS = {"lengths": "lengths", "slopes": "alibi_slopes", "sinks": "sinks"}  # pointers that a call brings: in Inputs
+NO_BIAS, BIAS_TILE, BIAS_ROW, BIAS_COLUMN = range(4)  # kernels.py: how a bias is read
 
 
 class Hopper(SheetImplementation):
-    """Forward with every geometric mask, head dims up to 256 that are multiples of 8."""
+    """Forward with every mask and an additive bias, head dims up to 256 that are multiples of 8."""
 
     name = "hopper"
     summary = "our own forward for compute capability 9.0: TMA, wgmma, warp groups that take turns"
@@ -40,7 +42,7 @@ class Hopper(SheetImplementation):
         features=frozenset(
             {
                 "gqa", "cross", "unequal_head_dims", "causal_top_left", "causal_bottom_right", "window", "softcap",
-                "scale", "alibi", "sinks", "lengths", "packed",
+                "scale", "alibi", "sinks", "mask", "bias", "lengths", "packed",
             }
         ),
         devices=frozenset({"cuda"}),
@@ -58,7 +60,7 @@ class Hopper(SheetImplementation):
     )  # fmt: skip
 
     def more_reasons(self, workload: Workload, device: Device, direction: str) -> list[str]:
-        """What 32-bit positions rule out."""
+        """What 32-bit positions rule out, and a bias in float64."""
         del device, direction
         return list(_size_reasons(workload))
 
@@ -83,7 +85,10 @@ class Hopper(SheetImplementation):
 
     def prepare_as(self, workload: Workload, device: Device, configuration: Configuration) -> Prepared:
         """Compiles that configuration. Raises PrepareFailed."""
-        return self._made(lambda: PreparedHopper(workload, device, configuration))
+        from attnscope.implementations.hopper.masked import PreparedMasked
+
+        made = PreparedHopper if workload.mask is None and workload.bias is None else PreparedMasked
+        return self._made(lambda: made(workload, device, configuration))
 
     def _made(self, make: Callable[[], Prepared]) -> Prepared:
         try:
@@ -106,12 +111,21 @@ def _size_reasons(w: Workload) -> Iterator[str]:
     if w.L + w.S >= MAX_POSITIONS:
         yield f"counts positions in 32 bits: L + S must stay below 2**30, not {w.L + w.S}"
     tiles = w.B * w.H * -(-w.L // (2 * configurations.GROUP_ROWS))
-    if tiles >= MAX_TILES:
-        yield f"counts tiles in 32 bits: it takes less than 2**30, not {tiles}"
+    mask_tiles = tiles * _count(w.S, configurations.LEAST_KEYS) if w.mask is not None else 0
+    if max(tiles, mask_tiles) >= MAX_TILES:
+        yield f"counts tiles in 32 bits: it takes less than 2**30, not {max(tiles, mask_tiles)}"
+    if w.bias == "fp64":
+        yield "takes a bias in bf16, fp16 or fp32, not fp64"
 
 
 def _count(length: int, tile: int) -> int:
     return -(-length // tile)
+
+
+def _bias_kind(w: Workload) -> int:
+    """Tiles of a bias come by TMA; one without rows, or without columns, is read where it is added."""
+    _, _, rows, columns = w.broadcast_shape(w.bias_shape)
+    return NO_BIAS if w.bias is None else BIAS_COLUMN if columns == 1 else BIAS_ROW if rows == 1 else BIAS_TILE
 
 
 class Plan:
@@ -126,9 +140,13 @@ class Plan:
         heads = max(1, SECTION_BYTES // max(1, w.S * (w.D + w.D_v) * 2)) * w.group
         self.section = max(1, min(heads, w.B * w.H))
         self.prescaled = w.alibi or (w.softcap is None and w.effective_scale <= 0)  # its maximum is not scaled after
+        self.bias_kind = _bias_kind(w)
+        listed = w.mask is not None
+        bounded = w.packed is not None and not listed
         self.pointers = {
-            "lengths": w.lengths is not None, "starts": w.packed is not None, "ends": w.packed is not None,
+            "lengths": w.lengths is not None, "starts": bounded, "ends": bounded,
             "slopes": w.alibi, "sinks": w.sinks, "order": self.scheduled,
+            "words": listed, "lists": listed, "bias": self.bias_kind in (BIAS_ROW, BIAS_COLUMN),
         }  # fmt: skip
 
     @property
@@ -146,24 +164,30 @@ class Plan:
 
     @property
     def masked(self) -> bool:
-        """Whether some tile of keys needs a mask."""
+        """Whether some tile of keys needs a mask that follows from its rows; a bool mask's bits hold geometry too."""
         w = self.workload
-        return schedules.is_uneven(w) or w.S % self.configuration.keys != 0
+        return w.mask is None and (schedules.is_uneven(w) or w.S % self.configuration.keys != 0)
 
     def constants(self) -> dict[str, Any]:
         """What the kernel is compiled with."""
         w, c = self.workload, self.configuration
-        return {name: None for name, there in self.pointers.items() if not there} | {
+        absent = [name for name, there in self.pointers.items() if not there]
+        absent += [name for name in self.all_scalars() if name not in self.scalar_types()]
+        absent += [] if self.bias_kind == BIAS_TILE else ["bias_desc"]
+        return dict.fromkeys(absent) | {
             "GROUPS": c.groups,
             "SLOTS": c.slots,
             "Q_SLOTS": c.q_slots,
+            "BIAS": self.bias_kind,
+            "BIAS_SLOTS": c.bias_slots,
             "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right",
             "WINDOWED": w.window is not None,
             "MASKED": self.masked,
+            "GUARDED": self.masked or w.mask is not None or w.bias is not None,  # a row may see no key of a tile
             "CAPPED": w.softcap is not None,
             "PRESCALED": self.prescaled,
-            "LONGEST_FIRST": w.causal is not None and not self.scheduled,
+            "LONGEST_FIRST": (w.causal is not None or w.mask is not None) and not self.scheduled,
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
             "LAZY_SUM": c.lazy_sum,
@@ -174,20 +198,44 @@ class Plan:
     def boxes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns that each descriptor moves at a time."""
         rows, keys = configurations.GROUP_ROWS, self.configuration.keys
-        return {name: (size, self.block) for name, size in (("q", rows), ("k", keys), ("v", keys), ("o", rows))}
+        found = {name: (size, self.block) for name, size in (("q", rows), ("k", keys), ("v", keys), ("o", rows))}
+        return found | ({"bias": (rows, keys)} if self.bias_kind == BIAS_TILE else {})
+
+    def dtype_of(self, name: str) -> str:
+        """Of a tensor that a descriptor moves."""
+        return str(self.workload.bias) if name == "bias" else self.workload.dtype
+
+    def all_scalars(self) -> tuple[str, ...]:
+        """The kernel's scalars, in its order, those of no use to the workload too."""
+        from attnscope.implementations.hopper import kernels
+
+        return kernels.SCALARS + kernels.MASK_SCALARS + kernels.BIAS_SCALARS
+
+    def scalar_types(self) -> dict[str, str]:
+        """Scalars that the workload uses, in the kernel's order, with their types."""
+        from attnscope.implementations.hopper import kernels
+
+        types = {name: "fp32" if name in ("scale", "cap") else "i32" for name in kernels.SCALARS}
+        if self.workload.mask is not None:
+            types |= {name: "i64" if name.endswith("step") else "i32" for name in kernels.MASK_SCALARS}
+        if self.bias_kind == BIAS_TILE:
+            types |= dict.fromkeys(kernels.BIAS_SCALARS[:2], "i32")
+        elif self.bias_kind != NO_BIAS:
+            types |= dict.fromkeys(kernels.BIAS_SCALARS, "i64")
+        return types
 
     def signature(self) -> dict[str, str]:
         """The type of each argument that is no constant, in the kernel's order."""
-        from attnscope.implementations.hopper import kernels
-
         types = {
-            f"{name}_desc": gluon_shim.descriptor_type(self.workload.dtype, (1, 1, *box))
+            f"{name}_desc": gluon_shim.descriptor_type(
+                self.dtype_of(name), (1, 1, *box), 8 * DTYPE_BYTES[self.dtype_of(name)]
+            )
             for name, box in self.boxes().items()
         }
         types["lse"] = "*fp32"
-        of_pointer = {"slopes": "*fp32", "sinks": "*fp32"}
+        of_pointer = {"slopes": "*fp32", "sinks": "*fp32", "bias": f"*{self.workload.bias}"}
         types |= {name: of_pointer.get(name, "*i32") for name, there in self.pointers.items() if there}
-        return types | {name: "fp32" if name in ("scale", "cap") else "i32" for name in kernels.SCALARS}
+        return types | self.scalar_types()
 
     def compile(self) -> Any:
         """Machine code; no GPU is asked. Raises what Triton raises."""
@@ -195,8 +243,9 @@ class Plan:
 
         kernel = kernels.load().hopper_attention_forward
         machine = gluon_shim.compile_kernel(kernel, self.signature(), self.constants(), WARPS)
-        wanted = gluon_shim.descriptor_parameters() * 4 + [8] * (1 + sum(self.pointers.values()))
-        wanted += [4] * len(kernels.SCALARS) + [ctypes.sizeof(value) for value in gluon_shim.scratch_values()]
+        wanted = gluon_shim.descriptor_parameters() * len(self.boxes()) + [8] * (1 + sum(self.pointers.values()))
+        wanted += [8 if kind == "i64" else 4 for kind in self.scalar_types().values()]
+        wanted += [ctypes.sizeof(value) for value in gluon_shim.scratch_values()]
         if machine.parameters() != wanted:
             raise PrepareFailed(
                 "this release of Triton passes arguments in another way than hopper does\n"
@@ -217,12 +266,13 @@ class Plan:
         return found
 
     def scalars(self) -> list[Any]:
-        """Values of the kernel's scalars, in its order."""
+        """Values of the kernel's scalars, in its order, but a mask's and a bias's."""
         w = self.workload
-        scale = w.effective_scale * LOG2_E
+        unit = LOG2_E if w.bias is None else 1.0
+        scale = w.effective_scale * unit
         cap = 1.0
         if w.softcap is not None:
-            scale, cap = w.softcap * LOG2_E, w.effective_scale / w.softcap
+            scale, cap = w.softcap * unit, w.effective_scale / w.softcap
         whole = (w.H, w.group, w.L, w.S, self.row_tiles, self.tiles, self.section, min(w.window or 0, w.L + w.S))
         return [*(ctypes.c_int32(value) for value in whole), ctypes.c_float(scale), ctypes.c_float(cap)]
 
@@ -252,32 +302,35 @@ class PreparedHopper:
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.empty:
             return nothing_seen(self.workload, q, inputs.sinks)
-        out, lse = self.fresh()
-        options = [getattr(inputs, name) for name in self.attributes]
-        if not self.launches.replay(driver.launch_key(q, k, v, out, lse, options)):
-            self._start(q, k, v, out, lse, options)
+        out, lse, *between = self.fresh()
+        others = [*between, *[getattr(inputs, name) for name in self.attributes]]
+        if not self.launches.replay(driver.launch_key(q, k, v, out, lse, others)):
+            self._start(q, k, v, out, lse, others)
         return Output(out, lse)
 
-    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: list[Tensor]) -> None:
-        """Queue the kernel of a call that was not seen before."""
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, others: list[Tensor]) -> None:
+        """Queue the kernel of a call that was not seen before. ``others``: the options."""
         q, k, v = (driver.as_readable(tensor) for tensor in (q, k, v))
-        options = [option.contiguous() for option in options]
-        key = driver.launch_key(q, k, v, out, lse, options)
-        self.launches.start(key, (self.function, self._arguments(q, k, v, out, lse, options)))
+        options = [option.contiguous() for option in others]
+        found = dict(zip(self.options, options, strict=True)) | self.tables
+        places = {name: tensor.data_ptr() for name, tensor in ({"lse": lse} | found).items()}
+        arguments = self._arguments({"q": q, "k": k, "v": v, "o": out}, places, self.plan.scalars())
+        self.launches.start(driver.launch_key(q, k, v, out, lse, options), (self.function, arguments))
 
     def backward(self, inputs: Inputs, saved: Any) -> Gradients:
         """There is none, as the sheet says."""
         raise UsageError("hopper has no backward\nhint: triton_fused has one")
 
-    def _arguments(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: list[Tensor]) -> list[Any]:
-        """What the kernel takes, in its order, as ctypes."""
-        boxes, dtype = self.plan.boxes(), self.workload.dtype
+    def _arguments(self, tensors: dict[str, Tensor], places: dict[str, int], scalars: list[Any]) -> list[Any]:
+        """What the kernel takes, in its order, as ctypes: ``tensors`` by descriptor, ``places`` of all else."""
         values: list[Any] = []
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
-            rows, columns = boxes[name]
-            box = (rows, min(columns, 64))  # a row of 128 bytes is the most that one swizzled box holds
-            values += gluon_shim.descriptor_values(driver.tensor_map(tensor, dtype, box))
-        found = dict(zip(self.options, options, strict=True)) | self.tables
-        pointers = [lse, *(found[name] for name, there in self.plan.pointers.items() if there)]
-        values += [ctypes.c_uint64(tensor.data_ptr()) for tensor in pointers]
-        return [*values, *self.plan.scalars(), *gluon_shim.scratch_values()]
+        for name, (rows, columns) in self.plan.boxes().items():
+            box = (rows, min(columns, 128 // tensors[name].element_size()))  # the most that one swizzled box holds
+            values += gluon_shim.descriptor_values(driver.tensor_map(tensors[name], self.plan.dtype_of(name), box))
+        names = ["lse", *(name for name, there in self.plan.pointers.items() if there)]
+        return kernel_arguments([places[name] for name in names], scalars, values)
+
+
+def kernel_arguments(places: Sequence[int], scalars: Sequence[Any], descriptors: Sequence[Any] = ()) -> list[Any]:
+    """What a kernel that Triton compiled takes, as ctypes: descriptors, addresses, scalars, and Triton's own two."""
+    return [*descriptors, *(ctypes.c_uint64(place) for place in places), *scalars, *gluon_shim.scratch_values()]

@@ -21,6 +21,7 @@ from attnscope.errors import RecordError
 from attnscope.workload import Workload
 
 GROUP_ROWS = 64  # query rows of a group of 128 threads
+LEAST_KEYS = 64  # keys of a tile, at the least
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
 LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
 
@@ -34,7 +35,8 @@ class Configuration:
     ``persistent``: one block a multiprocessor, else one a tile; ``balanced``: where tiles differ in length, a table
     gives each block of a persistent grid as much to do (``schedules.py``); ``pingpong``: groups take turns at the
     tensor cores (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores;
-    ``lazy_sum``: a row's four lanes add up their sums after the last tile.
+    ``lazy_sum``: a row's four lanes add up their sums after the last tile; ``bias_slots``: tiles of a bias that each
+    group has in shared memory.
     """
 
     keys: int = 128
@@ -48,6 +50,7 @@ class Configuration:
     pingpong: bool = True
     overlap: bool = True
     lazy_sum: bool = True
+    bias_slots: int = 1
 
     def as_dict(self) -> dict[str, int | bool]:
         """Plain JSON values; :meth:`from_dict` reads them."""
@@ -89,9 +92,16 @@ def block_of(workload: Workload) -> int:
 def tuning_class(workload: Workload) -> str:
     """Workloads that share a configuration: ``D128,causal,bf16,long``."""
     w = workload
-    mask = "window" if w.window is not None else "causal" if w.causal is not None else "full"
     length = next(name for name, most in LENGTHS if most is None or w.S <= most)
-    return f"D{block_of(w)},{mask},{w.dtype},{length}"
+    return f"D{block_of(w)},{_mask_of(w)},{w.dtype},{length}"
+
+
+def _mask_of(w: Workload) -> str:
+    """The word of a class: a bias's size, a bool mask, or what geometry hides."""
+    if w.bias is not None:
+        return "bias32" if w.bias == "fp32" else "bias16"
+    words = {"mask": w.mask, "window": w.window, "causal": w.causal}
+    return next((word for word, value in words.items() if value is not None), "full")
 
 
 def user_table_path() -> Path:
@@ -151,7 +161,8 @@ def choose(workload: Workload) -> Configuration:
 
 def candidates(workload: Workload) -> list[Configuration]:
     """What is worth measuring for the workload, most promising first; all of it compiles without spills."""
-    mask = "full" if workload.window is None and workload.causal is None else "uneven"
+    mask = _mask_of(workload)
+    mask = "uneven" if mask in ("window", "causal") else mask
     return [Configuration(**values) for values in _CANDIDATES[mask][block_of(workload)]]
 
 
@@ -159,6 +170,7 @@ _THREE = {"slots": 8, "q_slots": 2, "groups": 3, "producer_registers": 32, "cons
 _TWO = {"slots": 8, "q_slots": 2}
 _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
+_ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
@@ -187,5 +199,29 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
             _WIDE | {"balanced": False},
             _WIDE | {"persistent": False, "balanced": False},
         ],
+    },
+    "mask": {
+        64: [_THREE | _ALONE | {"q_slots": 1}, _TWO | _ALONE | {"q_slots": 1}, _THREE, _TWO],
+        128: [_ALONE | {"slots": 6}, _ALONE | {"slots": 6, "pingpong": False}, _USUAL],
+        256: [_WIDE | _ALONE, _WIDE],
+    },
+    "bias16": {
+        64: [
+            _THREE | {"slots": 6, "q_slots": 1, "lazy_sum": False},
+            _THREE | {"slots": 6, "q_slots": 1, "pingpong": False},
+            _THREE | {"q_slots": 1, "keys": 64, "bias_slots": 2},
+            _TWO | {"slots": 6, "bias_slots": 2},
+        ],
+        128: [
+            {"slots": 4, "bias_slots": 2},
+            _USUAL | {"slots": 4},
+            {"slots": 4, "bias_slots": 2, "pingpong": False},
+        ],
+        256: [_WIDE | {"slots": 4, "bias_slots": 2}, _WIDE | {"slots": 4}],
+    },
+    "bias32": {
+        64: [_THREE | {"keys": 64, "bias_slots": 2}, _TWO | {"keys": 64, "bias_slots": 2}],
+        128: [_USUAL | {"keys": 64, "slots": 6, "bias_slots": 2}, {"slots": 4}],
+        256: [_WIDE | {"slots": 4}],
     },
 }

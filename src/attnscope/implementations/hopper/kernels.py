@@ -11,7 +11,10 @@ under a causal mask the longest come first, heads in sections whose K and V fit 
 and are not written. K and V share one ring, in the order K0 K1 V0 K2 V1 ... in which they are read.
 **Bound** Tensor cores at D 128 and 256, exponentials beside them at D 64.
 **Masks** Every geometric mask is one interval of keys per row. Tiles of keys at its ends are masked and walked first,
-those between need no mask and hold no code for one.
+those between need no mask and hold no code for one. A bool mask is packed beforehand (``mask_kernels.py``), geometry
+with it, into a list of the tiles of keys that a tile of rows sees, and a bit a score.
+**Bias** Tiles of it come by TMA through a ring of each group; one that has no rows, or no columns, is read in place.
+Scores then are natural ones: times log2(e) a bias near fp32's end would overflow.
 
 Functions marked ``_device`` become Gluon's when :func:`load` is called; until then they are plain text. Scores are kept
 in units in which an exponential is one exp2. Barriers: ``full`` is completed by TMA's bytes, ``empty`` by one arrival a
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait as stored
 
 SCALARS = ("H", "group", "L", "S", "row_tiles", "tiles", "section", "window", "scale", "cap")
+MASK_SCALARS = ("list_batch", "list_head", "list_step", "words_step")
+BIAS_SCALARS = ("bias_batch", "bias_head", "bias_step")
 _DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
@@ -50,8 +55,9 @@ def load() -> Any:
     """This module with its kernels made by ``gluon.jit``. Raises what importing triton raises."""
     module = sys.modules[__name__]
     if "gl" not in vars(module):
+        scalars = SCALARS + MASK_SCALARS + BIAS_SCALARS
         made = {
-            name: gluon_shim.jit(f, SCALARS if name == "hopper_attention_forward" else ())
+            name: gluon_shim.jit(f, scalars if name == "hopper_attention_forward" else ())
             for name, f in _DEVICE_FUNCTIONS.items()
         }
         vars(module).update(made, **gluon_shim.names())
@@ -174,6 +180,27 @@ def _key_tile(j, masked, upper, last, whole, tail):
 
 
 @_device
+def _visit(j, entry, walk):
+    """(first key of the ``j``-th tile of a walk, whether it needs a mask); of a list, ``entry`` says both."""
+    masked, upper, last, whole, tail = walk
+    if entry is not None:
+        tile = entry >> 1
+        needs = (entry & 1) != 0
+    else:
+        tile = _key_tile(j, masked, upper, last, whole, tail)
+        needs = j < masked
+    return tile, needs
+
+
+@_device
+def _list_of(lists, b, h, tile, mask_sizes):
+    """(number of a tile of rows' list, where it begins): how many tiles of keys, then each."""
+    list_batch, list_head, list_step, _words_step = mask_sizes
+    number = b * list_batch + h * list_head + tile
+    return number, lists + gl.cast(number, gl.int64) * list_step
+
+
+@_device
 def _next_slot(slot, phase, SLOTS: gl.constexpr):
     """The ring's next slot, and the phase that its barriers are waited for in."""
     wraps = slot == SLOTS - 1
@@ -231,21 +258,37 @@ def _load_keys(desc, ring, full, empty, slot, phase, b, kv, tile, SLOTS: gl.cons
 
 
 @_device
+def _load_bias(desc, ring, visits, b, h, row, tile, GROUPS: gl.constexpr, SLOTS: gl.constexpr):
+    """Queue the loads of one tile of the bias for each group, into its own ring's slot of this visit."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    KEYS: gl.constexpr = desc.block_type.shape[3]
+    slots, full, empty = ring
+    for w in gl.static_range(GROUPS):
+        place = w * SLOTS + visits % SLOTS
+        mbarrier.wait(empty.index(place), (visits // SLOTS & 1) ^ 1)
+        mbarrier.expect(full.index(place), desc.block_type.nbytes)
+        load_tile(desc, [b, h, row + w * ROWS, tile * KEYS], full.index(place), slots.index(place))
+
+
+@_device
 def _producer(
-    q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring,
+    sizes, pointers, mask_sizes, bias_sizes,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads what the groups will read, in the order in which they read it."""
     H, group, L, S, row_tiles, tiles, section, window = sizes
-    lengths, starts, ends, _slopes, _sinks, order = pointers
+    lengths, starts, ends, _slopes, _sinks, order, _words, lists, _bias = pointers
+    bias_batch, bias_head, _bias_step = bias_sizes
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     slot = 0
     phase = 0
     q_slot = 0
     q_phase = 0
+    visits = 0
     coming = _tile_number(0, order)
     for turn in range(_tiles_of_block(tiles, order)):
         head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
@@ -258,7 +301,12 @@ def _producer(
         count, masked, upper, last, whole, tail = _walk(
             row, length, offset, starts, ends, L, S, window, ROWS * GROUPS, KEYS, CAUSAL, WINDOWED, MASKED
         )
-        before = _key_tile(0, masked, upper, last, whole, tail)
+        if lists is not None:
+            _number, listed = _list_of(lists, b, h, tile, mask_sizes)
+            count = gl.load(listed)
+            before = gl.load(listed + 1) >> 1
+        else:
+            before = _key_tile(0, masked, upper, last, whole, tail)
         slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
         for w in gl.static_range(GROUPS):
             place = w * Q_SLOTS + q_slot
@@ -266,14 +314,25 @@ def _producer(
             mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
             load_tile(q_desc, [b, h, row + w * ROWS, 0], q_full.index(place), q_s.index(place))
         q_slot, q_phase = _next_slot(q_slot, q_phase, Q_SLOTS)
+        if bias_desc is not None:
+            bias_b = b * bias_batch
+            bias_h = h * bias_head
+            _load_bias(bias_desc, bias_ring, visits, bias_b, bias_h, row, before, GROUPS, BIAS_SLOTS)
+            visits += 1
         for j in range(1, count):
-            key_tile = _key_tile(j, masked, upper, last, whole, tail)
+            if lists is not None:
+                key_tile = gl.load(listed + 1 + j) >> 1
+            else:
+                key_tile = _key_tile(j, masked, upper, last, whole, tail)
             if OVERLAP:
                 slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
                 slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
             else:
                 slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
                 slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
+            if bias_desc is not None:
+                _load_bias(bias_desc, bias_ring, visits, bias_b, bias_h, row, key_tile, GROUPS, BIAS_SLOTS)
+                visits += 1
             before = key_tile
         slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
 
@@ -282,11 +341,12 @@ def _producer(
 
 
 @_device
-def _scores(s, key, rows, low, high, offset, slope, scale, cap, masked, CAPPED: gl.constexpr,
+def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked, W: gl.constexpr,
+            BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr, CAPPED: gl.constexpr,
             PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """What the online softmax sees: products, capped, biased, -inf where hidden; ``scale`` times them is in log2.
 
-    Only tiles for which ``masked`` holds run the mask's instructions.
+    With a bias they are natural. Only tiles for which ``masked`` holds run the mask's instructions.
     """
     KEYS: gl.constexpr = s.shape[1]
     columns = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))
@@ -294,8 +354,11 @@ def _scores(s, key, rows, low, high, offset, slope, scale, cap, masked, CAPPED: 
         s = gl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [s * cap], dtype=gl.float32, is_pure=True, pack=1
         )
-    if PRESCALED:
-        s = s * scale
+    if BIAS == 0:
+        if PRESCALED:
+            s = s * scale
+    else:
+        s = s * scale + _bias(s, bias, visits, key, S, W, BIAS, BIAS_SLOTS)
     if SLOPED:
         distance = gl.expand_dims(rows + (offset - key), 1) - gl.expand_dims(columns, 0)
         s = s - slope * gl.abs(distance).to(gl.float32)
@@ -304,7 +367,72 @@ def _scores(s, key, rows, low, high, offset, slope, scale, cap, masked, CAPPED: 
             s = _hide(s, high - key, True)
             if low is not None:
                 s = _hide(s, low - key, False)
+    if words is not None:  # noqa: SIM102
+        if masked:
+            s = _hide_by_words(s, words)
     return s
+
+
+@_device
+def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+    """What is added to the tile ``s`` of scores from key ``key`` on, natural.
+
+    That is a tile of the group's ring (BIAS 1), of shape (64, KEYS), a row of the bias (2), (1, KEYS), or a column of
+    it (3), (64, 1), which is at hand.
+    """
+    KEYS: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
+    if BIAS == 1:
+        ring, full, empty = bias
+        place = W * BIAS_SLOTS + visits % BIAS_SLOTS
+        mbarrier.wait(full.index(place), visits // BIAS_SLOTS & 1)
+        found = _matrix(ring.index(place)).load(LAYOUT)
+        thread_barrier()  # all four warps have read it
+        mbarrier.arrive(empty.index(place), count=1)
+        found = found.to(gl.float32)
+    elif BIAS == 2:
+        first, step = bias
+        keys = key + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))  # each key is one thread's
+        values = gl.load(first + keys.to(gl.int64) * step, mask=keys < S, other=0.0)
+        found = gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(0, LAYOUT)).to(gl.float32), 0)
+    else:
+        found = gl.expand_dims(bias, 1)
+    return found
+
+
+@_device
+def _words_of(words, entry, zero):
+    """The bits, (64, 4) int32, of the tile of keys that ``entry`` names, of the group's ``words``; None: no mask."""
+    found = None
+    if words is not None:
+        ROWS: gl.constexpr = zero.shape[0]
+        KEYS: gl.constexpr = zero.shape[1]
+        without_e: gl.constexpr = gl.SliceLayout(3, zero.reshape([ROWS, KEYS // 8, 4, 2]).type.layout)
+        layout: gl.constexpr = gl.SliceLayout(1, without_e)
+        row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
+        found = gl.load(words + gl.cast(entry >> 1, gl.int64) * (ROWS * 4) + (row * 4 + lane))
+    return found
+
+
+@_device
+def _hide_by_words(s, words):
+    """Scores, -inf where the bit of a column is 0.
+
+    Word (row, lane) holds the columns that one thread holds of one row: bit 2 i + e is column 8 i + 2 lane + e.
+    """
+    ROWS: gl.constexpr = s.shape[0]
+    KEYS: gl.constexpr = s.shape[1]
+    parts = s.reshape([ROWS, KEYS // 8, 4, 2])
+    without_e: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
+    without_lane: gl.constexpr = gl.SliceLayout(2, without_e)
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))
+    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, without_lane))
+    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 2
+    bit = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
+    word = gl.expand_dims(gl.expand_dims(words, 1), 3)
+    parts = gl.where(((word >> bit) & 1) != 0, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape([ROWS, KEYS]), s.type.layout)
 
 
 @_device
@@ -334,17 +462,26 @@ def _hide(s, limit, ABOVE: gl.constexpr):
 
 
 @_device
-def _softmax(s, top, total, scale, GUARDED: gl.constexpr, LAZY_SUM: gl.constexpr):
+def _softmax(s, top, total, scale, GUARDED: gl.constexpr, NATURAL: gl.constexpr, LAZY_SUM: gl.constexpr):
     """(P, maximum, sum, what earlier sums shrink by) after one more tile of scores; ``scale`` times them is in log2.
 
+    With NATURAL neither scores nor maximum are. Where the maximum is so large that it would overflow in log2, its
+    neighbours lie so far apart that any unit tells who equals it.
     With LAZY_SUM each of the four lanes that hold a row sums what it holds; they are added up after the last tile.
     """
-    peak = gl.maximum(top, gl.max(s, 1) * scale)
-    base = peak
-    if GUARDED:  # -inf less -inf is no number
+    if NATURAL:
+        peak = gl.maximum(top, gl.max(s, 1))
         base = gl.where(peak == float("-inf"), 0.0, peak)
-    p = gl.exp2(s * scale - gl.expand_dims(base, 1))
-    shrink = gl.exp2(top - base)
+        unit = gl.where(gl.abs(base) < 1e38, 1.4426950408889634, 0.5)
+        p = gl.exp2(s * gl.expand_dims(unit, 1) - gl.expand_dims(base * unit, 1))
+        shrink = gl.exp2((top - base) * 1.4426950408889634)
+    else:
+        peak = gl.maximum(top, gl.max(s, 1) * scale)
+        base = peak
+        if GUARDED:  # -inf less -inf is no number
+            base = gl.where(peak == float("-inf"), 0.0, peak)
+        p = gl.exp2(s * scale - gl.expand_dims(base, 1))
+        shrink = gl.exp2(top - base)
     if LAZY_SUM:
         parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
         more = gl.sum(gl.sum(parts, 3), 1)
@@ -356,17 +493,15 @@ def _softmax(s, top, total, scale, GUARDED: gl.constexpr, LAZY_SUM: gl.constexpr
 
 @_device
 def _one_more_tile(
-    j, q, ring, full, empty, slot, phase, acc, p, top, total, zero, walk, rows, low, high, offset, slope, scale, unit,
-    cap, SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    LAZY_SUM: gl.constexpr,
+    key, masked, words, bias, visits, S, q, ring, full, empty, slot, phase, acc, p, top, total, zero,
+    rows, low, high, offset, slope, scale, unit, cap,
+    SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    LAZY_SUM: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr, GUARDED: gl.constexpr,
     CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile j, and P V of the tile before it beside them (OVERLAP) or ahead of them."""
-    masked, upper, last, whole, tail = walk
-    KEYS: gl.constexpr = zero.shape[1]
+    """Scores of the tile from ``key`` on, and P V of the tile before it beside them (OVERLAP) or ahead of them."""
     o_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    key = _key_tile(j, masked, upper, last, whole, tail) * KEYS
     if OVERLAP:
         v_slot, v_phase = _next_slot(slot, phase, SLOTS)
         next_slot, next_phase = _next_slot(v_slot, v_phase, SLOTS)
@@ -380,8 +515,11 @@ def _one_more_tile(
             _give_turn((W + 1) % GROUPS)
         s = multiplied(1, deps=(products,))
         mbarrier.arrive(empty.index(slot), count=1)
-        s = _scores(s, key, rows, low, high, offset, slope, scale, cap, j < masked, CAPPED, PRESCALED, SLOPED, MASKED)
-        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED, LAZY_SUM)
+        s = _scores(
+            s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked,
+            W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+        )  # fmt: skip
+        p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
         acc = multiplied(0, deps=(sums,))
         mbarrier.arrive(empty.index(v_slot), count=1)
     else:
@@ -397,8 +535,11 @@ def _one_more_tile(
         mbarrier.arrive(empty.index(k_slot), count=1)
         if PINGPONG:
             _wait_turn(W)
-        s = _scores(s, key, rows, low, high, offset, slope, scale, cap, j < masked, CAPPED, PRESCALED, SLOPED, MASKED)
-        p32, top, total, shrink = _softmax(s, top, total, unit, MASKED, LAZY_SUM)
+        s = _scores(
+            s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked,
+            W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+        )  # fmt: skip
+        p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
         if PINGPONG:
             _give_turn((W + 1) % GROUPS)
     acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
@@ -414,16 +555,18 @@ def _matrix(tile):
 
 @_device
 def _consumer(
-    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap, W: gl.constexpr,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+    sizes, pointers, mask_sizes, bias_sizes, scale, cap, W: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """One group of 128 threads: 64 rows of each tile."""
     H, _group, L, S, row_tiles, tiles, section, window = sizes
-    lengths, starts, ends, slopes, sinks, order = pointers
+    lengths, starts, ends, slopes, sinks, order, words, lists, bias_pointer = pointers
+    bias_batch, bias_head, bias_step = bias_sizes
     ROWS: gl.constexpr = q_s.shape[3]
     SLOPED: gl.constexpr = slopes is not None
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -437,6 +580,7 @@ def _consumer(
     phase = 0
     q_slot = 0
     q_phase = 0
+    visits = 0
     if PINGPONG and W == GROUPS - 1:
         _give_turn(0)
     coming = _tile_number(0, order)
@@ -455,6 +599,10 @@ def _consumer(
         low = None
         high = None
         if MASKED:
+            if BIAS:  # else comparisons are kept in registers from one tile to the next, and those are short
+                length = gl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [length], dtype=gl.int32, is_pure=False, pack=1
+                )
             lower, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
             if WINDOWED or starts is not None:
                 low = lower
@@ -463,7 +611,21 @@ def _consumer(
             unit = 1.0
         slope = 0.0
         if SLOPED:
-            slope = gl.load(slopes + h) * 1.4426950408889634
+            slope = gl.load(slopes + h) * (1.0 if BIAS else 1.4426950408889634)
+        entry = None
+        bits = None
+        if lists is not None:
+            number, listed = _list_of(lists, b, h, tile, mask_sizes)
+            count = gl.load(listed)
+            entry = gl.load(listed + 1)
+            bits = words + gl.cast(number * GROUPS + W, gl.int64) * mask_sizes[3]
+        bias = bias_ring
+        if BIAS > 1:
+            bias = bias_pointer + gl.cast(b, gl.int64) * bias_batch + gl.cast(h, gl.int64) * bias_head
+            if BIAS == 2:
+                bias = (bias, bias_step)
+            else:
+                bias = gl.load(bias + gl.minimum(rows, L - 1).to(gl.int64) * bias_step).to(gl.float32)
         place = W * Q_SLOTS + q_slot
         q = _matrix(q_s.index(place))
 
@@ -478,18 +640,30 @@ def _consumer(
             if turn > 0:
                 stored(0)
                 mbarrier.arrive(q_empty.index(W * Q_SLOTS + 1 - q_slot), count=1)
-        key = _key_tile(0, masked, upper, last, whole, tail) * KEYS
-        s = _scores(s, key, rows, low, high, offset, slope, scale, cap, masked > 0, CAPPED, PRESCALED, SLOPED, MASKED)
+        key_tile, needs = _visit(0, entry, walk)
+        s = _scores(
+            s, key_tile * KEYS, rows, low, high, _words_of(bits, entry, zero), bias, visits, S,
+            offset, slope, scale, cap, needs, W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+        )  # fmt: skip
+        if BIAS == 1:
+            visits += 1
         top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        p32, top, total, _ = _softmax(s, top, 0.0, unit, MASKED, LAZY_SUM)
+        p32, top, total, _ = _softmax(s, top, 0.0, unit, GUARDED, BIAS != 0, LAZY_SUM)
         p = gl.convert_layout(p32.to(q.dtype), p_layout)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
         for j in range(1, count):
+            if lists is not None:
+                entry = gl.load(listed + 1 + j)
+            key_tile, needs = _visit(j, entry, walk)
             slot, phase, acc, p, top, total = _one_more_tile(
-                j, q, ring, full, empty, slot, phase, acc, p, top, total, zero, walk,
+                key_tile * KEYS, needs, _words_of(bits, entry, zero), bias, visits, S,
+                q, ring, full, empty, slot, phase, acc, p, top, total, zero,
                 rows, low, high, offset, slope, scale, unit, cap,
-                SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, CAPPED, PRESCALED, SLOPED, MASKED,
+                SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, BIAS, BIAS_SLOTS, GUARDED,
+                CAPPED, PRESCALED, SLOPED, MASKED,
             )  # fmt: skip
+            if BIAS == 1:
+                visits += 1
 
         mbarrier.wait(full.index(slot), phase)
         sums = multiply(p, _matrix(ring.index(slot)), acc, is_async=True)
@@ -502,17 +676,21 @@ def _consumer(
             total = gl.convert_layout(gl.sum(total, 1), row_layout)
         peak = top
         if sinks is not None:  # one more score, without a value
-            sink = gl.load(sinks + h) * 1.4426950408889634
+            sink = gl.load(sinks + h) * (1.0 if BIAS else 1.4426950408889634)
             peak = gl.maximum(top, sink)
             base = gl.where(peak == float("-inf"), 0.0, peak)
-            weight = gl.exp2(top - base)
-            total = total * weight + gl.exp2(sink - base)
+            weight = gl.exp2((top - base) * (1.4426950408889634 if BIAS else 1.0))
+            total = total * weight + gl.exp2((sink - base) * (1.4426950408889634 if BIAS else 1.0))
         seen = total != 0.0  # a NaN stays one
         safe = gl.where(seen, total, 1.0)
         inverse = gl.where(seen, weight / safe, 0.0)
-        natural = gl.where(seen, (peak + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
+        if BIAS:  # noqa: SIM108
+            natural = peak + gl.log2(safe) * 0.6931471805599453
+        else:
+            natural = (peak + gl.log2(safe)) * 0.6931471805599453
+        natural = gl.where(seen, natural, float("-inf"))
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        if MASKED:  # noqa: SIM108
+        if GUARDED:  # noqa: SIM108
             acc = gl.where(inverse != 0.0, acc * inverse, 0.0)  # what no row sees may be NaN
         else:
             acc = acc * inverse
@@ -535,11 +713,12 @@ def _consumer(
 
 @_device
 def hopper_attention_forward(
-    q_desc, k_desc, v_desc, o_desc, lse, lengths, starts, ends, slopes, sinks, order,
+    q_desc, k_desc, v_desc, o_desc, bias_desc, lse, lengths, starts, ends, slopes, sinks, order, words, lists, bias,
     H, group, L, S, row_tiles, tiles, section, window, scale, cap,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    list_batch, list_head, list_step, words_step, bias_batch, bias_head, bias_step,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -561,25 +740,40 @@ def hopper_attention_forward(
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
+    if bias_desc is not None:
+        bias_s = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS * BIAS_SLOTS, 1, 1, ROWS, KEYS], bias_desc.layout)
+        bias_full = gl.allocate_shared_memory(gl.int64, [GROUPS * BIAS_SLOTS, 1], mbarrier.MBarrierLayout())
+        bias_empty = gl.allocate_shared_memory(gl.int64, [GROUPS * BIAS_SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(GROUPS * BIAS_SLOTS):
+            mbarrier.init(bias_full.index(i), count=1)
+            mbarrier.init(bias_empty.index(i), count=1)
+        bias_ring = (bias_s, bias_full, bias_empty)
+    else:
+        bias_ring = (bias_desc, bias_desc, bias_desc)  # None
     sizes = (H, group, L, S, row_tiles, tiles, section, window)
-    pointers = (lengths, starts, ends, slopes, sinks, order)
+    pointers = (lengths, starts, ends, slopes, sinks, order, words, lists, bias)
+    mask_sizes = (list_batch, list_head, list_step, words_step)
+    bias_sizes = (bias_batch, bias_head, bias_step)
     # fmt: off
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
-                    gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
+                    GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
                     PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
-                    gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
+                    GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
                     PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
-                    q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
-                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
+                    bias_ring, sizes, pointers, mask_sizes, bias_sizes,
+                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
                 )),
             ],
             [4, 1],
@@ -589,23 +783,27 @@ def hopper_attention_forward(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
-                    gl.constexpr(0), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
+                    GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
                     PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
-                    gl.constexpr(1), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
+                    GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
                     PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, lse, sizes, pointers, scale, cap,
-                    gl.constexpr(2), GROUPS, SLOTS, Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, CAPPED,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(2),
+                    GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
                     PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
-                    q_desc, k_desc, v_desc, q_s, ring, q_full, q_empty, full, empty, sizes, pointers, GROUPS, SLOTS,
-                    Q_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
+                    bias_ring, sizes, pointers, mask_sizes, bias_sizes,
+                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
                 )),
             ],
             [4, 4, 1],
