@@ -252,6 +252,12 @@ def test_when_there_is_a_schedule(text: str, values: dict[str, Any], scheduled: 
     assert constants["LONGEST_FIRST"] == (plan.workload.causal is not None and not scheduled)
 
 
+def test_blocks_of_one_tile_need_no_schedule() -> None:
+    workload = Workload.parse("B2,H4,L512,D64,bf16,causal")
+    tiles = Plan(workload, Configuration()).tiles
+    assert not Plan(workload, Configuration(), tiles).scheduled and Plan(workload, Configuration(), tiles - 1).scheduled
+
+
 WALKED = [
     "B1,H1,L200,S300,D64,bf16,causal", "B1,H1,L300,S200,D64,bf16,causal=bottom_right", "B1,H1,L200,S333,D64,bf16",
     "B1,H1,L500,D64,bf16,window=70", "B1,H1,L500,D64,bf16,window=70,causal", "B2,H1,L200,S500,D64,bf16,lengths=500/0",

@@ -28,6 +28,7 @@ TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3}  # of an element's error over its condi
 TINY = {"bf16": 1e-12, "fp16": 1e-4}  # fp16 has few bits left for weights below 6e-5
 LSE_TOLERANCE = 1e-5
 SMALL = Configuration(2, 64, 2, slack=8, schedule="table", query_slots=2)  # quick to compile for a CPU
+PAIR = dataclasses.replace(SMALL, cluster=2)
 
 
 @pytest.fixture
@@ -78,6 +79,14 @@ def test_the_kernel_is_right_on_the_emulator(emulated):
         check(emulated, text, SMALL)
 
 
+def test_two_blocks_that_share_keys_are_right_on_the_emulator(emulated):
+    for text in (
+        "B1,H2,L300,S210,D64,bf16,causal=bottom_right,layout=blhd",  # an odd number of tiles of rows; two turns
+        "B2,H4/2,L130,S66,D64,bf16,causal=bottom_right",  # two heads of a group; the first rows see nothing
+    ):
+        check(emulated, text, PAIR)
+
+
 SHAPES = [
     ("B1,H2,L130,S400,D128,bf16", None),
     ("B2,H2/1,L300,D128,bf16,causal", None),
@@ -102,13 +111,28 @@ SHAPES = [
     ("B1,H1,L190,D64,bf16,causal", Configuration(3, 16, 3, slack=8)),
     ("B2,H3,L100,S1,D8,bf16", Configuration(2, 16, 2)),
     ("B3,H4/2,L200,D32,bf16,causal,layout=blhd", Configuration(2, 32, 2)),
+    ("B1,H2,L100,S170,D128,bf16,causal=bottom_right", Configuration(1, 128, 2)),
+    ("B2,H2/1,L150,S100,D64,fp16", Configuration(1, 64, 3, slack=8, query_slots=2)),
+    ("B1,H3,L600,D64,bf16,causal", PAIR),
+    ("B1,H2,L128,S200,D64,bf16", Configuration(2, 64, 2, cluster=2)),
+    ("B1,H2,L450,D64,bf16,causal", Configuration(3, 48, 3, cluster=2)),
+    ("B1,H1,L300,S400,D128,bf16", Configuration(2, 176, 2, False, slack=8, cluster=2)),
+    ("B1,H1,L200,S170,D256,fp16", Configuration(2, 80, 2, slack=8, cluster=2)),
+    ("B2,H2,L300,D64,fp16,window=70", dataclasses.replace(PAIR, keys=32, stages=3)),
+    ("B1,H2,L600,D64,bf16,causal,window=70", dataclasses.replace(PAIR, keys=32, stages=3)),
+    ("B1,H2,L550,D64,bf16,causal", Configuration(2, 64, 3, persistent=False, cluster=2)),
+    ("B2,H8/2,L300,D64,bf16,causal,window=70", PAIR),
+    ("B3,H4/2,L150,S210,D64,bf16", PAIR),
+    ("B1,H6/2,L300,D64,bf16,causal", PAIR),
 ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("text", "configuration"), SHAPES, ids=lambda x: x if isinstance(x, str) else "")
 def test_every_variant_is_right_on_the_emulator(emulated, text, configuration):
-    check(emulated, text, configuration)
+    workload = Workload.parse(text)
+    for one in {configuration} if configuration else {usual(workload), usual(workload.replace(B=1000))}:
+        check(emulated, text, one, blocks=2 * one.cluster)
 
 
 @pytest.mark.long
@@ -146,10 +170,7 @@ def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
     ],
 )
 def test_the_emulator_sees_what_the_kernel_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
-    text = hopper_cuda.SOURCE.read_text()
-    assert stands in text
-    (tmp_path / "forward.cu").write_text(text.replace(stands, instead))
-    monkeypatch.setattr(hopper_cuda, "SOURCE", tmp_path / "forward.cu")
+    mutate(tmp_path, monkeypatch, stands, instead)
     with pytest.raises(AssertionError):
         for slots in (1, 2):
             check(
@@ -157,6 +178,40 @@ def test_the_emulator_sees_what_the_kernel_may_lack(emulated, tmp_path, monkeypa
                 "B1,H2,L300,S333,D64,bf16,causal=bottom_right",
                 Configuration(2, 64, 2, schedule="table", query_slots=slots),
             )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stands", "instead"),
+    [
+        ("if (CLUSTER > 1) meet_cluster();", "if (CLUSTER > 1) __syncthreads();"),
+        ("if (CLUSTER > 1) copies.see_all_released();", ""),
+        ("      wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);\n", ""),
+        ("      wait_for(&barriers->v_empty[value_ring.stage], value_ring.phase ^ 1);\n", ""),
+        ("    wait_for(&barriers->v_empty[value_ring.stage], value_ring.phase ^ 1);\n    fill", "    fill"),
+        ("k_empty[stage], 4 * GROUPS * CLUSTER);", "k_empty[stage], 4 * GROUPS);"),
+        ("else if (threadIdx.x % 32 < CLUSTER) arrive_at", "else if (threadIdx.x % 32 < 1) arrive_at"),
+        ("arrive_at(empty, threadIdx.x % 32);", "arrive_at(empty, blockIdx.x % CLUSTER);"),
+        ("row + part, head", "row, head"),
+        ("(panel * rows + part) * ROW_BYTES", "panel * rows * ROW_BYTES"),
+        ("arrive_expecting(full, rows * ROW_BYTES", "arrive_expecting(full, rows / Blocks * ROW_BYTES"),
+        ("min(first + CLUSTER_TILES * QUERIES, shape.L)", "min(work.first + QUERIES, shape.L)"),
+        ("order[turn * clusters() + cluster()]", "order[turn * clusters() + blockIdx.x % clusters()]"),
+    ],
+)
+def test_the_emulator_sees_what_a_cluster_may_lack(emulated, tmp_path, monkeypatch, stands, instead):
+    mutate(tmp_path, monkeypatch, stands, instead)
+    with pytest.raises(AssertionError):
+        for text in ("B1,H2,L600,S333,D64,bf16,causal=bottom_right", "B1,H1,L600,D64,bf16,causal,window=70"):
+            check(emulated, text, PAIR, blocks=4)
+
+
+def mutate(folder, monkeypatch, stands, instead) -> None:
+    """The kernel's source is now one in which something else stands."""
+    text = hopper_cuda.SOURCE.read_text()
+    assert stands in text
+    (folder / "forward.cu").write_text(text.replace(stands, instead))
+    monkeypatch.setattr(hopper_cuda, "SOURCE", folder / "forward.cu")
 
 
 # --- its machine code -------------------------------------------------------------------------------------------------
@@ -179,7 +234,7 @@ def check_machine_code(workload: Workload, configuration: Configuration) -> None
 
 
 def test_the_usual_kernel_neither_spills_nor_serialises():
-    workload = Workload.parse("H1,L1,D128,bf16")
+    workload = Workload.parse("H1000,L1,D128,bf16")
     check_machine_code(workload, usual(workload))
 
 
@@ -187,16 +242,16 @@ def test_the_usual_kernel_neither_spills_nor_serialises():
 @pytest.mark.parametrize("mask", ["", ",causal", ",window=64", ",causal,window=64"])
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
 def test_no_usual_kernel_spills_or_serialises(head_dim, mask):
-    for dtype in ("bf16", "fp16"):
-        workload = Workload.parse(f"H1,L1,D{head_dim},{dtype}{mask}")
+    for dtype, heads in (("bf16", 1000), ("fp16", 1000), ("bf16", 1)):
+        workload = Workload.parse(f"H{heads},L1,D{head_dim},{dtype}{mask}")
         check_machine_code(workload, usual(workload))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_no_candidate_spills_or_serialises(head_dim):
-    for mask in ("", ",causal"):
-        workload = Workload.parse(f"H1,L1,D{head_dim},bf16{mask}")
+    for mask, length in (("", 1), (",causal", 1), ("", 2048), (",causal", 2048)):
+        workload = Workload.parse(f"H1000,L{length},D{head_dim},bf16{mask}")
         for configuration in configurations.candidates(workload, HOPPER):
             check_machine_code(workload, configuration)
 
@@ -206,8 +261,8 @@ def test_no_candidate_spills_or_serialises(head_dim):
 
 @pytest.mark.parametrize("limit", sorted({limit for limit, *_ in CHOICES}))
 def test_candidates_fit_and_the_usual_comes_first(limit):
-    for mask, length in itertools.product(("", ",causal", ",window=9"), (512, 2048)):
-        workload = Workload.parse(f"H4,L{length},D{limit},bf16{mask}")
+    for mask, (heads, length) in itertools.product(("", ",causal", ",window=9"), ((4, 512), (40, 512), (40, 2048))):
+        workload = Workload.parse(f"H{heads},L{length},D{limit},bf16{mask}")
         found = configurations.candidates(workload, HOPPER)
         assert found[0] == usual(workload) and 3 <= len(set(found)) == len(found) <= 7
         assert len(found) == len(configurations.choices(workload)), "an entry of CHOICES does not fit"
@@ -222,7 +277,7 @@ def test_a_configuration_that_does_not_fit_is_refused():
 
 def test_workloads_that_share_a_class_share_a_kernel():
     a, b = (
-        Workload.parse(text) for text in ("B2,H4,L512,D120,bf16,causal", "B1,H8/2,L900,D128,bf16,causal=bottom_right")
+        Workload.parse(text) for text in ("B8,H4,L512,D120,bf16,causal", "B4,H8/2,L900,D128,bf16,causal=bottom_right")
     )
     kind = hopper_cuda.HopperCuda()
     assert kind.tuning_class(a) == kind.tuning_class(b) == "d128 causal bf16 short"
@@ -301,10 +356,51 @@ def test_long_causal_tiles_are_dealt_almost_evenly():
         Configuration(2, 128, 3, schedule="table"),
     )
     lengths = scheduling.key_tiles(workload, configuration)
-    assert lengths == list(range(1, 65)) and configuration.by_table(workload)
+    assert lengths == list(range(1, 65)) and configuration.by_table(workload, 132)
     table = scheduling.balanced_order(lengths, 32, scheduling.section_heads(workload, HOPPER), 132)
     loads = [sum(2 * lengths[t % 64] + 3 for t in table[block::132] if t >= 0) for block in range(132)]
     assert max(loads) <= 1.02 * sum(loads) / len(loads)
-    assert not configuration.by_table(workload.replace(causal=None))
-    assert not configuration.by_table(workload.replace(B=2**16))
-    assert not dataclasses.replace(configuration, persistent=False).by_table(workload)
+
+
+def test_a_table_is_made_where_it_can_help():
+    workload = Workload.parse("B2,H16,L8192,D128,bf16,causal")
+    configuration = Configuration(2, 128, 3, schedule="table")
+    pairs = dataclasses.replace(configuration, cluster=2)
+    assert configuration.by_table(workload, 132) and pairs.by_table(workload, 132)
+    assert not configuration.by_table(workload.replace(causal=None), 132)
+    assert not configuration.by_table(workload.replace(B=2**16), 132)
+    assert not dataclasses.replace(configuration, persistent=False).by_table(workload, 132)
+    small = workload.replace(B=1, H=33, L=512)  # 132 tiles of 128 rows, 66 of two such
+    assert not configuration.by_table(small, 132) and configuration.by_table(small, 131)
+    assert not pairs.by_table(small, 132) and pairs.by_table(small, 131)
+    assert configuration.clusters(small, 132) == 132 and pairs.clusters(small, 132) == 66 == pairs.clusters(small, 133)
+
+
+def test_a_cluster_takes_heads_of_a_group_or_rows_of_a_head():
+    pairs = Configuration(2, 128, 2, cluster=2)
+    grouped, plain, three = (Workload.parse(f"B2,H{heads},L300,D64,bf16,causal") for heads in ("8/2", "8", "6/2"))
+    assert pairs.cluster_heads(grouped) == 2 and pairs.tiles(grouped) == 2 * 4 * 3
+    assert scheduling.key_tiles(grouped, pairs) == [1, 2, 3]
+    assert pairs.cluster_heads(plain) == 1 == pairs.cluster_heads(three) and pairs.tiles(plain) == 2 * 8 * 2
+    assert scheduling.key_tiles(plain, pairs) == [2, 3]
+    decoding = Workload.parse("B16,H32/8,L1,S4096,D128,bf16")
+    assert any(one.cluster > 1 for one in configurations.candidates(decoding, HOPPER))
+    assert all(one.cluster == 1 for one in configurations.candidates(decoding.replace(H_kv=32), HOPPER))
+
+
+def test_few_tiles_are_small():
+    few, more = (Workload.parse(f"B1,H33,L{length},D128,bf16,causal") for length in (256, 257))
+    assert usual(few).groups == 1 and few.B * few.H * -(-few.L // usual(few).rows) == 132
+    assert usual(more).groups == 2
+    classes = [hopper_cuda.HopperCuda().tuning_class(workload) for workload in (few, more)]
+    assert classes == ["d128 causal bf16 short few", "d128 causal bf16 short"]
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 64, 1000, 2**15 + 1, 2**29 - 3, 2**30])
+def test_a_reciprocal_divides_exactly(divisor):
+    workload = Workload.parse(f"B1,H{divisor},L1,D64,bf16")
+    reciprocals = hopper_cuda.kernel_sizes(workload, Configuration(2, 64, 2), 1)[8:]
+    by_heads = reciprocals[0].value
+    for n in (0, 1, divisor - 1, divisor, 2 * divisor - 1, 12345678, 2**30 - divisor, 2**30 - 1):
+        if 0 <= n < 2**30:
+            assert (4 * n * by_heads) >> 64 == n // divisor

@@ -92,14 +92,15 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     text = _expand(path)
     text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)emulator_dynamic_shared();", text)
     wrappers, types = [], {}
-    for match in re.finditer(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', text):
+    attributes = r"(?:CLUSTERED\s+)?(?:__launch_bounds__\([^)]*\)\s+)?"
+    for match in re.finditer(rf'extern "C" __global__ void\s+{attributes}(\w+)\(([^)]*)\)', text):
         name, parameters = match[1], [" ".join(p.split()) for p in match[2].split(",")]
         names = [re.search(r"(\w+)$", p)[1] for p in parameters]
         types[name] = [_ctype(p) for p in parameters]
         wrappers.append(
             f'extern "C" const char* emulate_{name}(unsigned gx, unsigned gy, unsigned gz, unsigned threads, '
             f"size_t shared_bytes, int order, {', '.join(parameters)}) {{ return emulator_launch(gx, gy, gz, threads, "
-            f"shared_bytes, order, [&] {{ {name}({', '.join(names)}); }}); }}"
+            f"shared_bytes, order, {dict(defines).get('CLUSTER', 1)}, [&] {{ {name}({', '.join(names)}); }}); }}"
         )
     source = "\n".join(['#include "runtime.hpp"', text, *wrappers])
     flags = [f"-D{name}={value}" for name, value in defines]

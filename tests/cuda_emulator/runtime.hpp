@@ -1,5 +1,6 @@
 // Runs a CUDA kernel on the CPU: each thread of a block is a fiber, run until it meets a barrier or ends, in an order
-// that the caller chooses, so that results that hang on the order (a missing barrier) differ between orders.
+// that the caller chooses, so that results that hang on the order (a missing barrier) differ between orders. The blocks of
+// a cluster run at once.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +18,7 @@ using std::min;
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __shared__ static
 #define __CUDA_ARCH__ 900
@@ -32,9 +34,17 @@ inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline float __logf(float x) { return logf(x); }
 
-static uint3_ threadIdx, blockIdx, blockDim, gridDim;
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
 
-enum Wait { RUNNING, AT_WARP, AT_BLOCK, UNTIL, DONE };
+static uint3_ threadIdx, blockIdx, blockDim, gridDim;
+static unsigned emulator_rank;    // of this thread's block in its cluster
+static unsigned emulator_cluster;  // blocks of a cluster
+inline unsigned emulator_thread() { return emulator_rank * blockDim.x + threadIdx.x; }  // of the cluster
+inline unsigned emulator_warp() { return emulator_thread() / 32; }
+
+enum Wait { RUNNING, AT_WARP, AT_BLOCK, AT_CLUSTER, UNTIL, DONE };
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
@@ -45,6 +55,8 @@ static std::vector<Fiber> emulator_fibers;
 static ucontext_t emulator_scheduler;
 static const std::function<void()>* emulator_body;
 static std::vector<char> emulator_shared;
+static size_t emulator_shared_stride;  // from a block's shared memory to the next one's, a multiple of 1024
+static bool emulator_cluster_met;
 static const char* emulator_error;
 
 struct Pending { void* to; const void* from; bool valid; int group; };
@@ -53,7 +65,7 @@ static int emulator_groups[1024];
 static int emulator_order;
 
 inline void emulator_land(int groups) {
-  auto& pending = emulator_pending[threadIdx.x];
+  auto& pending = emulator_pending[emulator_thread()];
   std::vector<Pending> later;
   for (auto& copy : pending) {
     if (copy.group >= groups) later.push_back(copy);
@@ -63,21 +75,34 @@ inline void emulator_land(int groups) {
   pending = later;
 }
 inline void emulator_fail(const char* message) { if (!emulator_error) emulator_error = message; }
-inline void* emulator_dynamic_shared() { return (void*)(((unsigned long long)emulator_shared.data() + 127) / 128 * 128); }
+inline void* emulator_dynamic_shared() {
+  return (void*)(((unsigned long long)emulator_shared.data() + 127) / 128 * 128 + emulator_rank * emulator_shared_stride);
+}
+inline void emulator_become(unsigned thread) {
+  blockIdx.x += thread / blockDim.x - emulator_rank;
+  emulator_rank = thread / blockDim.x;
+  threadIdx = {thread % blockDim.x, 0, 0};
+}
 
 inline void emulator_wait(Wait kind) {
-  unsigned me = threadIdx.x;
+  unsigned me = emulator_thread();
   emulator_fibers[me].wait = kind;
   swapcontext(&emulator_fibers[me].context, &emulator_scheduler);
-  threadIdx.x = me;
 }
+inline bool emulator_has_left(unsigned rank) {  // a block whose threads have all ended
+  for (unsigned t = 0; t < blockDim.x; t++)
+    if (emulator_fibers[rank * blockDim.x + t].wait != DONE) return false;
+  return true;
+}
+inline void* emulator_place_in(unsigned rank, const void* place) { return (char*)place + ((long long)rank - emulator_rank) * (long long)emulator_shared_stride; }
 inline void emulator_warp_barrier() { emulator_wait(AT_WARP); }
 inline void __syncthreads() { emulator_wait(AT_BLOCK); }
+inline void meet_cluster() { emulator_wait(AT_CLUSTER); }
 inline void __syncwarp() { emulator_wait(AT_WARP); }
 // Until something holds that other threads, or copies that land, bring about.
 inline void emulator_wait_until(std::function<bool()> holds) {
   if (holds()) return;
-  emulator_fibers[threadIdx.x].until = holds;
+  emulator_fibers[emulator_thread()].until = holds;
   emulator_wait(UNTIL);
 }
 // What the copy engine was asked for and did not do yet: the last is done first, when no thread can go on without one.
@@ -85,7 +110,7 @@ static std::vector<std::function<void()>> emulator_asked;
 static std::vector<std::function<void()>> emulator_forget;  // called before each block
 template <typename T> inline T __shfl_xor_sync(unsigned, T x, int mask) {
   static T slots[32][32];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int warp = emulator_warp(), lane = threadIdx.x % 32;
   slots[warp][lane] = x;
   emulator_warp_barrier();
   T y = slots[warp][lane ^ mask];
@@ -95,7 +120,7 @@ template <typename T> inline T __shfl_xor_sync(unsigned, T x, int mask) {
 
 inline int __shfl_sync(unsigned, int x, int lane) {
   static int slots[32][32];
-  int warp = threadIdx.x / 32;
+  int warp = emulator_warp();
   slots[warp][threadIdx.x % 32] = x;
   emulator_warp_barrier();
   int y = slots[warp][lane];
@@ -104,7 +129,7 @@ inline int __shfl_sync(unsigned, int x, int lane) {
 }
 inline bool __all_sync(unsigned, bool x) {
   static bool slots[32][32];
-  int warp = threadIdx.x / 32;
+  int warp = emulator_warp();
   slots[warp][threadIdx.x % 32] = x;
   emulator_warp_barrier();
   bool all = true;
@@ -115,11 +140,10 @@ inline bool __all_sync(unsigned, bool x) {
 
 static void emulator_entry() {
   (*emulator_body)();
-  emulator_fibers[threadIdx.x].wait = DONE;
-  swapcontext(&emulator_fibers[threadIdx.x].context, &emulator_scheduler);
+  emulator_wait(DONE);
 }
 
-static void emulator_run_block(unsigned threads, int order) {
+static void emulator_run_cluster(unsigned threads, int order) {
   emulator_fibers.resize(std::max<size_t>(emulator_fibers.size(), threads));
   for (unsigned t = 0; t < threads; t++) {
     Fiber& fiber = emulator_fibers[t];
@@ -139,11 +163,11 @@ static void emulator_run_block(unsigned threads, int order) {
       unsigned t = order == 1 ? threads - 1 - i : i;
       if (emulator_fibers[t].wait != RUNNING) continue;
       ran = true;
-      threadIdx = {t, 0, 0};
+      emulator_become(t);
       swapcontext(&emulator_scheduler, &emulator_fibers[t].context);
     }
-    unsigned done = 0, at_block = 0;
-    for (unsigned t = 0; t < threads; t++) done += emulator_fibers[t].wait == DONE, at_block += emulator_fibers[t].wait == AT_BLOCK;
+    unsigned done = 0, at_cluster = 0;
+    for (unsigned t = 0; t < threads; t++) done += emulator_fibers[t].wait == DONE, at_cluster += emulator_fibers[t].wait == AT_CLUSTER;
     if (done == threads) return;
     bool released = false;
     for (unsigned warp = 0; warp < threads; warp += 32) {
@@ -155,13 +179,23 @@ static void emulator_run_block(unsigned threads, int order) {
       for (unsigned t = warp; t < warp + in_warp; t++) if (emulator_fibers[t].wait == AT_WARP) emulator_fibers[t].wait = RUNNING;
       released = true;
     }
-    if (at_block && at_block + done == threads) {
-      if (done) emulator_fail("a block barrier misses threads that have ended");
-      for (unsigned t = 0; t < threads; t++) if (emulator_fibers[t].wait == AT_BLOCK) emulator_fibers[t].wait = RUNNING;
+    for (unsigned first = 0; first < threads; first += blockDim.x) {
+      unsigned at_block = 0, gone = 0;
+      for (unsigned t = first; t < first + blockDim.x; t++) at_block += emulator_fibers[t].wait == AT_BLOCK, gone += emulator_fibers[t].wait == DONE;
+      if (!at_block || at_block + gone < blockDim.x) continue;
+      if (gone) emulator_fail("a block barrier misses threads that have ended");
+      for (unsigned t = first; t < first + blockDim.x; t++) if (emulator_fibers[t].wait == AT_BLOCK) emulator_fibers[t].wait = RUNNING;
       released = true;
     }
+    if (at_cluster && at_cluster + done == threads) {
+      if (done) emulator_fail("a cluster's barrier misses threads that have ended");
+      for (unsigned t = 0; t < threads; t++) if (emulator_fibers[t].wait == AT_CLUSTER) emulator_fibers[t].wait = RUNNING;
+      released = emulator_cluster_met = true;
+    }
     for (unsigned t = 0; t < threads; t++) {
-      if (emulator_fibers[t].wait != UNTIL || !emulator_fibers[t].until()) continue;
+      if (emulator_fibers[t].wait != UNTIL) continue;
+      emulator_become(t);
+      if (!emulator_fibers[t].until()) continue;
       emulator_fibers[t].wait = RUNNING;
       released = true;
     }
@@ -176,21 +210,26 @@ static void emulator_run_block(unsigned threads, int order) {
 }
 
 static const char* emulator_launch(unsigned gx, unsigned gy, unsigned gz, unsigned threads, size_t shared, int order,
-                                   const std::function<void()>& body) {
+                                   unsigned cluster, const std::function<void()>& body) {
   emulator_body = &body;
   emulator_error = nullptr;
   emulator_order = order;
+  emulator_cluster = cluster;
+  emulator_shared_stride = (shared + 1023) / 1024 * 1024;
+  if (gx % cluster) return "the grid is not a multiple of the cluster";
   blockDim = {threads, 1, 1};
   gridDim = {gx, gy, gz};
-  emulator_shared.assign(shared + 256, (char)0xff);
+  emulator_shared.assign(emulator_shared_stride * cluster + 256, (char)0xff);
   for (unsigned z = 0; z < gz && !emulator_error; z++)
     for (unsigned y = 0; y < gy && !emulator_error; y++)
-      for (unsigned x = 0; x < gx && !emulator_error; x++) {
+      for (unsigned x = 0; x < gx && !emulator_error; x += cluster) {
         blockIdx = {x, y, z};
+        emulator_rank = 0;
+        emulator_cluster_met = false;
         std::fill(emulator_shared.begin(), emulator_shared.end(), (char)0xff);  // NaN: what is read unwritten shows
         emulator_asked.clear();
         for (auto& forget : emulator_forget) forget();
-        emulator_run_block(threads, order);
+        emulator_run_cluster(threads * cluster, order);
         if (!emulator_asked.empty()) emulator_fail("a block ended before a copy that it asked for landed");
       }
   return emulator_error;

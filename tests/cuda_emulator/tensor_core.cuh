@@ -9,7 +9,7 @@ struct MultiplyOperands {
 
 template <typename T> inline void multiply_add(float* c, const unsigned* a, const unsigned* b, T) {
   static MultiplyOperands operands[32][32];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int lane = threadIdx.x % 32, warp = emulator_warp();
   for (int i = 0; i < 4; i++) operands[warp][lane].a[i] = a[i];
   for (int i = 0; i < 2; i++) operands[warp][lane].b[i] = b[i];
   emulator_warp_barrier();
@@ -30,7 +30,7 @@ template <typename T> inline void multiply_add(float* c, const unsigned* a, cons
 
 inline void emulator_load_matrices(unsigned* r, const void* row, bool transposed) {
   static const unsigned short* rows[32][32];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int lane = threadIdx.x % 32, warp = emulator_warp();
   if ((unsigned long long)row % 16) emulator_fail("ldmatrix: a row is not aligned to 16 bytes");
   rows[warp][lane] = (const unsigned short*)row;
   emulator_warp_barrier();
@@ -49,12 +49,12 @@ inline void load_matrices_transposed(unsigned* r, const void* row) { emulator_lo
 // buffer that is still read is.
 inline void copy_async(void* to, const void* from, bool valid) {
   if ((unsigned long long)to % 16 || (unsigned long long)from % 16) emulator_fail("cp.async: not aligned to 16 bytes");
-  emulator_pending[threadIdx.x].push_back({to, from, valid, emulator_groups[threadIdx.x]});
-  if (emulator_order) emulator_land(emulator_groups[threadIdx.x] + 1);
+  emulator_pending[emulator_thread()].push_back({to, from, valid, emulator_groups[emulator_thread()]});
+  if (emulator_order) emulator_land(emulator_groups[emulator_thread()] + 1);
 }
-inline void commit_copies() { emulator_groups[threadIdx.x]++; }
+inline void commit_copies() { emulator_groups[emulator_thread()]++; }
 static bool emulator_unpublished[1024];  // copies of this thread's landed, which wgmma may not see yet
 template <int Left> inline void wait_for_copies() {
-  emulator_land(emulator_groups[threadIdx.x] - Left);
-  emulator_unpublished[threadIdx.x] = true;
+  emulator_land(emulator_groups[emulator_thread()] - Left);
+  emulator_unpublished[emulator_thread()] = true;
 }

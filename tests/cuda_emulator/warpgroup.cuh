@@ -8,7 +8,7 @@ typedef unsigned long long u64;
 
 static std::vector<std::vector<std::function<void()>>> emulator_products[1024];  // groups, the last one still open
 inline std::vector<std::vector<std::function<void()>>>& emulator_groups_of_products() {
-  auto& groups = emulator_products[threadIdx.x];
+  auto& groups = emulator_products[emulator_thread()];
   if (groups.empty()) groups.emplace_back();
   return groups;
 }
@@ -17,7 +17,7 @@ inline u64 __cvta_generic_to_shared(const void* place) { return (u64)place - (u6
 inline void __trap() { emulator_fail("a trap was met"); }
 
 inline void begin_products() {}
-inline void publish_to_products() { emulator_unpublished[threadIdx.x] = false; }
+inline void publish_to_products() { emulator_unpublished[emulator_thread()] = false; }
 inline void commit_products() { emulator_groups_of_products().emplace_back(); }
 template <int Left> inline void wait_for_products() {
   auto& groups = emulator_groups_of_products();
@@ -49,7 +49,7 @@ template <typename T> inline float emulator_element(u64 descriptor, int row, int
 }
 inline void emulator_check_published() {
   for (unsigned t = 0; t < blockDim.x; t++)
-    if (emulator_unpublished[t]) emulator_fail("wgmma: reads what was copied but not published");
+    if (emulator_unpublished[emulator_rank * blockDim.x + t]) emulator_fail("wgmma: reads what was copied but not published");
 }
 
 template <int N, typename T> inline void multiply_shared(float (*c)[4], u64 a, u64 b, int add) {
@@ -70,7 +70,7 @@ template <int N, typename T> inline void add_product(float (*c)[4], const unsign
   emulator_groups_of_products().back().push_back([=] {
     static unsigned operands[32][32][4];
     emulator_check_published();
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int lane = threadIdx.x % 32, warp = emulator_warp();
     for (int i = 0; i < 4; i++) operands[warp][lane][i] = a[i];
     emulator_warp_barrier();
     for (int n = 0; n < N / 8; n++)

@@ -12,6 +12,7 @@ from attnscope.checking import check_implementation
 from attnscope.device import Device
 from attnscope.implementation import find
 from attnscope.implementations.hopper_cuda import HopperCuda
+from attnscope.implementations.hopper_cuda.configurations import Configuration
 from attnscope.inputs import make_inputs
 from attnscope.reference import compute_attention
 from attnscope.workload import Workload
@@ -35,6 +36,8 @@ WORKLOADS = [
     "B1,H3,L33,D8,bf16,scale=0.2",
     "B3,H4,L1,S1,D72,fp16",
     "B8,H32/8,L1,S4096,D128,bf16",
+    "B1,H32,L128,D128,bf16,causal",  # few tiles: blocks of one group
+    "B2,H4/2,L33,S2000,D256,fp16,causal=bottom_right",
 ]
 
 
@@ -56,17 +59,32 @@ def test_the_whole_check(text: str, gpu: Device) -> None:
 @pytest.mark.parametrize("mask", ["", ",causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_candidate_agrees(head_dim: int, mask: str, gpu: Device) -> None:
-    workload = Workload.parse(f"B4,H8/2,L1100,D{head_dim},bf16{mask},layout=blhd")
-    inputs = make_inputs(workload, gpu, 2)
-    truth = compute_attention(inputs)
     failures = []
-    for configuration in HopperCuda().candidates(workload, gpu):
-        output = HopperCuda().prepare_as(workload, gpu, configuration).forward(inputs)
-        error = ((output.out.double() - truth.out).abs() / truth.scales["out"]).max().item()
-        lse_error = (output.lse.double() - truth.lse).abs().max().item()
-        if not (error < 1e-2 and lse_error < 1e-4):
-            failures.append(f"{configuration}: out {error:.1e}, lse {lse_error:.1e}")
+    for heads, length in (("B4,H8/2", 1100), ("B1,H8/2", 1000)):  # many tiles, and few
+        workload = Workload.parse(f"{heads},L{length},D{head_dim},bf16{mask},layout=blhd")
+        inputs = make_inputs(workload, gpu, 2)
+        truth = compute_attention(inputs)
+        for configuration in HopperCuda().candidates(workload, gpu):
+            output = HopperCuda().prepare_as(workload, gpu, configuration).forward(inputs)
+            error = ((output.out.double() - truth.out).abs() / truth.scales["out"]).max().item()
+            lse_error = (output.lse.double() - truth.lse).abs().max().item()
+            if not (error < 1e-2 and lse_error < 1e-4):
+                failures.append(f"{workload}, {configuration}: out {error:.1e}, lse {lse_error:.1e}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("mask", ["", ",causal", ",causal,window=300"])
+def test_two_blocks_that_share_keys_give_the_same_each_time(mask: str, gpu: Device) -> None:
+    workload = Workload.parse(f"B2,H16/4,L2111,D128,bf16{mask}")  # 17 tiles of rows, an odd number
+    inputs = make_inputs(workload, gpu, 3)
+    alone, shared = (
+        HopperCuda().prepare_as(workload, gpu, Configuration(2, 128, 2, schedule="table", cluster=cluster))
+        for cluster in (1, 2)
+    )
+    expected = alone.forward(inputs)
+    for _ in range(100):
+        output = shared.forward(inputs)
+        assert torch.equal(output.out, expected.out) and torch.equal(output.lse, expected.lse)
 
 
 def test_its_kernel_is_what_runs(gpu: Device) -> None:

@@ -24,6 +24,12 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// At the barrier that lies in the same place in another block of the cluster, or in this one. No memory but what the copy
+// engine and products read hangs on it, so it waits for no stores: a release that the cluster sees would, for all.
+__device__ __forceinline__ void arrive_at(Barrier* barrier, int rank) {
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}"
+               ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+}
 // Arrives, and announces so many bytes of copies.
 __device__ __forceinline__ void arrive_expecting(Barrier* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -44,8 +50,23 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, Barrier
       ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// The same, to the same place in each block of the cluster, where it is reported to the same barrier. One block asks.
+template <int Blocks>
+__device__ __forceinline__ void copy_box_to(void* to, const TensorMap& map, Barrier* barrier, int x, int row, int head, int batch) {
+  if (Blocks == 1) return copy_box(to, map, barrier, x, row, head, batch);
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;"
+      ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(row), "r"(head), "r"(batch),
+      "h"((unsigned short)((1 << Blocks) - 1)) : "memory");
+}
 __device__ __forceinline__ void fetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// All threads of all blocks of a cluster meet; each sees the barriers that others made and published.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Barrier `id` (1 to 15) ends when Threads threads met it: those of `meet_at` wait for that, those of `pass` do not.

@@ -130,10 +130,10 @@ def _bias_kind(w: Workload) -> int:
 
 class Plan:
     """What a workload and a configuration fix of a launch: the kernel's constants, the types and order of its
-    arguments."""
+    arguments. ``multiprocessors``: so many blocks run at once (0: not known)."""
 
-    def __init__(self, workload: Workload, configuration: Configuration) -> None:
-        w, c = workload, configuration
+    def __init__(self, workload: Workload, configuration: Configuration, multiprocessors: int = 0) -> None:
+        w, c, self.multiprocessors = workload, configuration, multiprocessors
         self.workload, self.configuration, self.block = w, c, block_of(w)
         self.row_tiles = _count(w.L, c.rows)
         self.tiles = w.B * w.H * self.row_tiles
@@ -151,11 +151,10 @@ class Plan:
 
     @property
     def scheduled(self) -> bool:
-        """Whether a table says which block works on which tiles."""
+        """Whether a table says which block works on which tiles: not where each has one at most."""
         c = self.configuration
-        return (
-            c.persistent and c.balanced and 0 < self.tiles <= schedules.MAX_TILES and schedules.is_uneven(self.workload)
-        )
+        helps = self.multiprocessors < self.tiles <= schedules.MAX_TILES
+        return c.persistent and c.balanced and helps and schedules.is_uneven(self.workload)
 
     def schedule(self, blocks: int) -> list[int]:
         """The table for a grid of ``blocks``."""
@@ -282,7 +281,8 @@ class PreparedHopper:
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
         w = self.workload = workload
-        self.configuration, self.plan = configuration, Plan(workload, configuration)
+        self.configuration = configuration
+        self.plan = Plan(workload, configuration, device.multiprocessors or 0)
         self.empty = self.plan.tiles == 0 or w.S == 0
         if self.empty:
             return

@@ -26,7 +26,7 @@ KERNEL = "hopper_cuda_forward"
 MAX_LENGTH = 2**30  # positions and offsets are 32 bits wide
 MAX_TILES = 2**30
 LEAST_SCALE = 2.0**-100  # the kernel multiplies by scale * log2(e), in floats that have no subnormals
-MULTIPROCESSORS = 132  # where the device does not say
+RECIPROCAL_OF_1 = 2**62  # exact for what is below 2**30, as tiles and heads are
 NO_TABLE = ctypes.c_void_p(None)
 
 
@@ -100,15 +100,17 @@ class PreparedHopperCuda:
         self.empty = 0 in (workload.B, workload.L, workload.S)
         if self.empty:
             return
-        kernel = cuda.load_kernel(SOURCE, KERNEL, device, configuration.defines(workload), specific=True)
+        multiprocessors = device.multiprocessors or configurations.MULTIPROCESSORS
+        defines = configuration.defines(workload, multiprocessors)
+        kernel = cuda.load_kernel(SOURCE, KERNEL, device, defines, specific=True)
         shared_bytes = configuration.shared_bytes(workload.D)
         kernel.allow_shared_bytes(shared_bytes, device.index)
-        section = scheduling.section_heads(workload, device)
+        section = max(1, scheduling.section_heads(workload, device) // configuration.cluster_heads(workload))
         self.sizes = kernel_sizes(workload, configuration, section)
-        tiles = workload.B * workload.H * ceil_div(workload.L, configuration.rows)
-        blocks = min(tiles, device.multiprocessors or MULTIPROCESSORS) if configuration.persistent else tiles
-        self.order = order_of_tiles(workload, configuration, section, blocks, device)
-        self.function = driver.Function(KERNEL, int(kernel.handle), (blocks, 1, 1), configuration.threads, shared_bytes)
+        clusters = configuration.clusters(workload, multiprocessors)
+        self.order = self.table(device, section, clusters) if defines["TABLE"] else NO_TABLE
+        grid = clusters * configuration.cluster, 1, 1
+        self.function = driver.Function(KERNEL, int(kernel.handle), grid, configuration.threads, shared_bytes)
         self.launches, self.fresh = driver.Launches(device.index), driver.Fresh(device.index, *output_forms(workload))
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
@@ -124,13 +126,21 @@ class PreparedHopperCuda:
             self.launches.start(key, (self.function, self.arguments(q, k, v, out, lse)))
         return Output(out, lse)
 
+    def table(self, device: Device, section: int, clusters: int) -> Tensor:
+        """The order of tiles, in device memory."""
+        import torch
+
+        lengths, heads = scheduling.key_tiles(self.workload, self.configuration), self.sizes[0]
+        order = scheduling.balanced_order(lengths, heads, section, clusters)
+        return torch.tensor(order, dtype=torch.int32, device=device.torch_name)
+
     def arguments(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Any]:
         """What the kernel takes, in its order, as ctypes."""
         c, w = self.configuration, self.workload
-        columns = configurations.PANEL_COLUMNS
+        columns, share = configurations.PANEL_COLUMNS, c.keys // c.cluster
         maps = [
             driver.tensor_map(tensor, w.dtype, (rows, columns))
-            for tensor, rows in ((q, c.rows), (k, c.keys), (v, c.keys))
+            for tensor, rows in ((q, c.rows), (k, share), (v, share))
         ]
         strides = (ctypes.c_longlong(stride) for stride in out.stride()[:3])
         values, kinds = cuda.pack_arguments((out, lse, self.order, *strides, w.effective_scale, *self.sizes))
@@ -141,21 +151,12 @@ class PreparedHopperCuda:
         raise UsageError("hopper_cuda has no backward\nhint: triton_fused has one")
 
 
-def kernel_sizes(workload: Workload, configuration: Configuration, section: int) -> tuple[int, ...]:
-    """heads, H, group, L, S, row_tiles, section, reach, lag, as the kernel takes them."""
+def kernel_sizes(workload: Workload, configuration: Configuration, section: int) -> tuple[Any, ...]:
+    """heads (those of a cluster counted once), H, L, S, row_tiles, section, reach, lag, and reciprocals of H, group,
+    row_tiles, section, section * row_tiles, as the kernel takes them."""
     w = workload
-    row_tiles = ceil_div(w.L, configuration.rows)
-    return w.B * w.H, w.H, w.group, w.L, w.S, row_tiles, section, *scheduling.visible_from(w)
-
-
-def order_of_tiles(
-    workload: Workload, configuration: Configuration, section: int, blocks: int, device: Device
-) -> Tensor | ctypes.c_void_p:
-    """The table of tiles for each block, in device memory; no address where there is none."""
-    if not configuration.by_table(workload):
-        return NO_TABLE
-    import torch
-
-    lengths = scheduling.key_tiles(workload, configuration)
-    order = scheduling.balanced_order(lengths, workload.B * workload.H, section, blocks)
-    return torch.tensor(order, dtype=torch.int32, device=device.torch_name)
+    heads = w.B * w.H // configuration.cluster_heads(w)
+    row_tiles = ceil_div(w.L, configuration.cluster_rows(w))
+    divisors = w.H, w.group, row_tiles, section, section * row_tiles
+    reciprocals = (ctypes.c_longlong(ceil_div(RECIPROCAL_OF_1, divisor)) for divisor in divisors)
+    return heads, w.H, w.L, w.S, row_tiles, section, *scheduling.visible_from(w), *reciprocals

@@ -16,7 +16,9 @@ ALIGNMENT_BYTES = 1024  # of a swizzled tile
 BARRIER_BYTES = 8
 GROUP_ROWS = 64  # rows of a warpgroup's product
 PANEL_COLUMNS = 64  # 16-bit numbers of a row of 128 bytes, the widest that the hardware swizzles
-REGISTERS = {2: (24, 240), 3: (32, 160)}  # of the copying warpgroup and of each multiplying one; together 64 Ki
+MULTIPROCESSORS = 132  # where the device does not say
+# Of the copying warpgroup and of each multiplying one; together 64 Ki. Where one multiplies, none are moved.
+REGISTERS = {1: (248, 248), 2: (24, 240), 3: (32, 160)}
 SHORT, MEDIUM = 1024, 4096  # longest L or S of a length class
 MAX_TABLE_TILES = 2**20  # more take the host about a second to deal, and balance by their number
 SCHEDULES = ("arithmetic", "table")
@@ -32,7 +34,8 @@ class Configuration:
     rescaled only where a maximum rose by more than so many powers of two; 0 rescales always. ``persistent``: a block
     a multiprocessor walks over tiles; otherwise a block a tile. ``schedule``: in which order, where rows end at
     different keys: "arithmetic" deals tiles in turn, "table" gives each to the block that has the least to do.
-    ``query_slots``: 2 copies the next tile's queries while this one's are used.
+    ``query_slots``: 2 copies the next tile's queries while this one's are used. ``cluster``: so many neighbouring
+    blocks take neighbouring heads of a group, or rows of a head, and copy keys and values once, for all of them.
     """
 
     groups: int
@@ -44,11 +47,20 @@ class Configuration:
     persistent: bool = True
     schedule: str = "arithmetic"
     query_slots: int = 1
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
         """Query rows of a block."""
         return GROUP_ROWS * self.groups
+
+    def cluster_heads(self, workload: Workload) -> int:
+        """Heads of a cluster of blocks: those of a group see the same keys; without groups its blocks share a head."""
+        return self.cluster if workload.group % self.cluster == 0 else 1
+
+    def cluster_rows(self, workload: Workload) -> int:
+        """Query rows of a cluster of blocks in each of its heads."""
+        return self.rows * self.cluster // self.cluster_heads(workload)
 
     @property
     def threads(self) -> int:
@@ -70,19 +82,30 @@ class Configuration:
         enough = self.result_registers(head_dim) + 20 <= REGISTERS[self.groups][1]
         return enough and self.shared_bytes(head_dim) <= SHARED_LIMIT_BYTES
 
-    def by_table(self, workload: Workload) -> bool:
-        """Whether a table says which block computes which tile."""
-        tiles = workload.B * workload.H * ceil_div(workload.L, self.rows)
-        return self.schedule == "table" and self.persistent and has_upper_bound(workload) and tiles <= MAX_TABLE_TILES
+    def tiles(self, workload: Workload) -> int:
+        """Tiles of rows, those of a cluster counted once."""
+        heads = workload.B * workload.H // self.cluster_heads(workload)
+        return heads * ceil_div(workload.L, self.cluster_rows(workload))
 
-    def defines(self, workload: Workload) -> dict[str, str | int]:
+    def clusters(self, workload: Workload, multiprocessors: int) -> int:
+        """How many are launched."""
+        tiles = self.tiles(workload)
+        return min(tiles, max(multiprocessors // self.cluster, 1)) if self.persistent else tiles
+
+    def by_table(self, workload: Workload, multiprocessors: int) -> bool:
+        """Whether a table says which cluster computes which tile: not where each has one tile at most."""
+        helps = self.clusters(workload, multiprocessors) < self.tiles(workload) <= MAX_TABLE_TILES
+        return self.schedule == "table" and helps and has_upper_bound(workload)
+
+    def defines(self, workload: Workload, multiprocessors: int = MULTIPROCESSORS) -> dict[str, str | int]:
         """Macros for forward.cu."""
         copying, multiplying = REGISTERS[self.groups]
         return {
             "T16": C_TYPES[workload.dtype], "DIMS": workload.D, "HEAD_DIM": padded_head_dim(workload.D),
             "GROUPS": self.groups, "KEYS": self.keys, "STAGES": self.stages, "REGISTERS_COPY": copying,
-            "REGISTERS_GROUP": multiplying, "PING_PONG": int(self.ping_pong), "SNAKE": int(self.snake),
-            "SLACK": self.slack, "TABLE": int(self.by_table(workload)), "QUERY_SLOTS": self.query_slots,
+            "REGISTERS_GROUP": multiplying, "PING_PONG": int(self.ping_pong and self.groups > 1),
+            "SNAKE": int(self.snake), "SLACK": self.slack, "TABLE": int(self.by_table(workload, multiprocessors)),
+            "QUERY_SLOTS": self.query_slots, "CLUSTER": self.cluster, "CLUSTER_HEADS": self.cluster_heads(workload),
             "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
         }  # fmt: skip
 
@@ -103,16 +126,17 @@ def has_upper_bound(workload: Workload) -> bool:
 
 
 def tuning_class(workload: Workload) -> str:
-    """The class of workloads that share a tuned configuration: width of the head, mask, dtype, length."""
+    """The class of workloads that share a tuned configuration: width of the head, mask, dtype, length, few tiles."""
     width = next(limit for limit in (64, 128, 192, 256) if workload.D <= limit)
     mask = "window" if workload.window is not None else "causal" if workload.causal else "full"
     longest = max(workload.L, workload.S)
     length = "short" if longest <= SHORT else "medium" if longest <= MEDIUM else "long"
-    return f"d{width} {mask} {workload.dtype} {length}"
+    return f"d{width} {mask} {workload.dtype} {length}" + (" few" if few_tiles(workload) else "")
 
 
 ONE_A_TILE: dict[str, Any] = {"persistent": False}
 TABLE: dict[str, Any] = {"schedule": "table"}
+PAIRS: dict[str, Any] = {"cluster": 2}
 
 # Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
 # fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dim
@@ -125,6 +149,7 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
     ),
     (64, False, False): (
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 3), Configuration(3, 128, 4, slack=8),
+        Configuration(3, 128, 4, query_slots=2, **PAIRS), Configuration(3, 128, 4, slack=8, **PAIRS),
     ),
     (64, True, True): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
@@ -133,6 +158,7 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
     (64, True, False): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
         Configuration(3, 128, 4, **TABLE, slack=8), Configuration(3, 128, 4, **ONE_A_TILE),
+        Configuration(3, 128, 4, **TABLE, query_slots=2, **PAIRS), Configuration(3, 128, 4, **TABLE, **PAIRS),
     ),
     (128, False, True): (
         Configuration(2, 128, 2, query_slots=2), Configuration(2, 128, 2), Configuration(2, 176, 2, slack=8),
@@ -141,6 +167,8 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
     (128, False, False): (
         Configuration(2, 176, 2, False, slack=8), Configuration(2, 128, 2, query_slots=2),
         Configuration(2, 176, 2, slack=8), Configuration(2, 160, 2, False, slack=8, query_slots=2),
+        Configuration(2, 176, 2, False, slack=8, **PAIRS), Configuration(2, 128, 2, query_slots=2, **PAIRS),
+        Configuration(2, 160, 2, False, slack=8, query_slots=2, **PAIRS),
     ),
     (128, True, True): (
         Configuration(2, 128, 2, **TABLE, query_slots=2),
@@ -151,6 +179,8 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
         Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 176, 2, False, **TABLE, slack=8),
         Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2), Configuration(2, 128, 3, **TABLE),
         Configuration(2, 128, 3, **ONE_A_TILE),
+        Configuration(2, 128, 2, **TABLE, query_slots=2, **PAIRS),
+        Configuration(2, 176, 2, False, **TABLE, slack=8, **PAIRS),
     ),
     (192, False, True): (
         Configuration(2, 112, 2),
@@ -171,6 +201,7 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
     ),
     (256, False, False): (
         Configuration(2, 80, 2, slack=8), Configuration(2, 80, 2, False, slack=8), Configuration(2, 64, 2, slack=8),
+        Configuration(2, 80, 2, slack=8, **PAIRS), Configuration(2, 80, 2, False, slack=8, **PAIRS),
     ),
     (256, True, True): (
         Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, False, **TABLE),
@@ -179,15 +210,38 @@ CHOICES: dict[tuple[int, bool, bool], tuple[Configuration, ...]] = {
     (256, True, False): (
         Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, False, **TABLE),
         Configuration(2, 80, 2, slack=8, **ONE_A_TILE),
+        Configuration(2, 80, 2, **TABLE, slack=8, **PAIRS), Configuration(2, 80, 2, False, **TABLE, **PAIRS),
     ),
 }  # fmt: skip
 
 
+# The same where tiles are few, by (largest head dim, whether rows end at different keys): with one group a block, twice
+# as many multiprocessors have half as much to do.
+FEW: dict[tuple[int, bool], tuple[Configuration, ...]] = {
+    (64, False): (Configuration(1, 128, 4), Configuration(1, 192, 3), Configuration(2, 128, 4)),
+    (64, True): (Configuration(1, 128, 4), Configuration(1, 64, 4), Configuration(2, 128, 4)),
+    (128, False): (Configuration(1, 128, 3), Configuration(1, 176, 2, slack=8), Configuration(2, 128, 2)),
+    (128, True): (Configuration(1, 128, 3), Configuration(1, 64, 3), Configuration(2, 128, 2)),
+    (192, False): (Configuration(1, 112, 2), Configuration(1, 64, 3), Configuration(2, 112, 2)),
+    (192, True): (Configuration(1, 112, 2), Configuration(1, 64, 3), Configuration(2, 112, 2)),
+    (256, False): (Configuration(1, 80, 2), Configuration(1, 64, 3), Configuration(2, 64, 2, slack=8)),
+    (256, True): (Configuration(1, 80, 2), Configuration(1, 64, 3), Configuration(2, 80, 2, slack=8)),
+}  # fmt: skip
+
+
+def few_tiles(workload: Workload) -> bool:
+    """Whether blocks of one group each have a multiprocessor for themselves."""
+    return workload.B * workload.H * ceil_div(workload.L, GROUP_ROWS) <= MULTIPROCESSORS
+
+
 def choices(workload: Workload) -> tuple[Configuration, ...]:
-    """The entry of CHOICES that the workload's class has."""
+    """What is worth timing for the workload's class, the usual one first, whether or not it fits."""
     w = workload
-    kind = has_upper_bound(w), max(w.L, w.S) <= SHORT
-    return next(found for (limit, *rest), found in CHOICES.items() if w.D <= limit and tuple(rest) == kind)
+    bounded = has_upper_bound(w)
+    if few_tiles(w):
+        return next(found for (limit, kind), found in FEW.items() if w.D <= limit and kind == bounded)
+    wanted = bounded, max(w.L, w.S) <= SHORT
+    return next(found for (limit, *kind), found in CHOICES.items() if w.D <= limit and tuple(kind) == wanted)
 
 
 def usual(workload: Workload) -> Configuration:
@@ -196,6 +250,7 @@ def usual(workload: Workload) -> Configuration:
 
 
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
-    """Configurations worth timing for this workload, the usual one first; each fits."""
+    """Configurations worth timing for this workload, the usual one first; each fits, and all its blocks have rows."""
     del device
-    return [one for one in choices(workload) if one.fits(workload.D)]
+    fitting = (one for one in choices(workload) if one.fits(workload.D))
+    return [one for one in fitting if workload.L > one.rows or one.cluster == one.cluster_heads(workload)]

@@ -3,18 +3,23 @@
 // Grid: as many blocks as multiprocessors (or fewer); each walks over tiles of QUERIES rows of one head in an order that is
 // fixed by its index, or that the host wrote into a table. Threads: a warpgroup of which one thread asks the copy engine for
 // tiles, then GROUPS of 64 rows.
+// Neighbouring blocks, CLUSTER of them, walk over the same keys: each asks for its share of a tile of keys and has it copied
+// to all of them. They take neighbouring heads of one group, or neighbouring tiles of rows of one head; then they change
+// places every turn, since under a causal mask the lower tile has less to do.
 // A group's step: scores of a tile of keys are begun, then the values of the tile before are added; while both run, it
 // waits for the scores alone and computes their weights; then it waits for the sums and brings them to the new maximum.
 // Keys go from the last visible tile to the first: the tile that needs a mask for sure comes first, once.
 //
 // Compiled with T16; DIMS, the tensors' head dim (a multiple of 8), and HEAD_DIM, the multiple of 16 above it; GROUPS; KEYS
-// a tile (a multiple of 16); STAGES of keys and of values; REGISTERS_COPY and REGISTERS_GROUP a thread; and switches:
+// a tile (a multiple of 16); STAGES of keys and of values; CLUSTER, 1 or 2, and of those blocks CLUSTER_HEADS heads; REGISTERS_COPY and
+// REGISTERS_GROUP a thread; and switches:
 //   DIAGONAL   row i sees keys below i + reach        WINDOW  row i sees keys from i + lag on
 //   PING_PONG  groups begin their products in turn    SNAKE   every other round of tiles goes backwards over the blocks
 //   TABLE      tiles are walked over as `order` says; otherwise in turn, and nobody reads `order`
 //   QUERY_SLOTS 2: the next tile's queries are copied while this one's are used
 //   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
-// scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L).
+// scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L). by_X is
+// 2^62 / X, rounded up.
 // Shared: 1024 + (QUERY_SLOTS * QUERIES + 2 * STAGES * KEYS) * PANELS * 128 bytes, then the barriers.
 #include "../cuda_headers/copy_engine.cuh"
 #include "../cuda_headers/fragments.cuh"
@@ -22,6 +27,7 @@
 
 #define QUERIES (64 * GROUPS)
 #define THREADS (128 * GROUPS + 128)
+#define CLUSTER_TILES (CLUSTER / CLUSTER_HEADS)  // of rows
 #define PANELS ((HEAD_DIM + 63) / 64)
 #define ROW_BYTES 128
 #define QUERY_BYTES (QUERIES * ROW_BYTES * PANELS)
@@ -29,6 +35,12 @@
 #define SCORE_TILES (KEYS / 8)
 #define DIM_TILES (HEAD_DIM / 8)
 #define FIRST_TURN 1  // of the block's barriers 0 to 15, the one of group 0
+#define MADE 15       // where groups wait for the barriers in shared memory
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
 
 struct Barriers {
   Barrier q_full[QUERY_SLOTS], q_empty[QUERY_SLOTS], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -43,24 +55,31 @@ template <int Buffers> struct Ring {
   }
 };
 
+// heads: those of a cluster count once. row_tiles: of CLUSTER_TILES * QUERIES rows.
 struct Shape {
-  int heads, H, group, L, S, row_tiles, section, reach, lag;
+  int heads, H, L, S, row_tiles, section, reach, lag;
+  u64 by_H, by_group, by_row_tiles, by_section, by_section_tiles;
 };
 
-// A tile of rows, and the tiles of keys, begin .. end - 1, that any of its rows sees.
+// n / X of a number below 2^30, as large as X may be: a division would take a hundred cycles, before anything is copied.
+__device__ __forceinline__ int divide(int n, u64 by_x) { return (int)__umul64hi((u64)((unsigned)n * 4), by_x); }
+
+// A tile of rows, and the tiles of keys, begin .. end - 1, that any row of the cluster sees.
 struct Work {
   int batch, head, first, begin, end;
 };
 
 __device__ __forceinline__ int tiles_of(int keys) { return (keys + KEYS - 1) / KEYS; }
 
-// The block's tiles, one a turn. `order`: head * row_tiles + row tile of each block's turn, blocks side by side, and -1 where
-// a block has no more; it is read a turn early. Without it: of a section of heads, the last rows of all heads come first.
+// The cluster's tiles, one a turn. `order`: head * row_tiles + row tile of each cluster's turn, clusters side by side, and -1
+// where one has no more; it is read a turn early. Without it: of a section of heads, the last rows of all heads come first.
 struct Turns {
   const int* order;
   int turn = 0, ahead = 0;
+  __device__ __forceinline__ int clusters() const { return gridDim.x / CLUSTER; }
+  __device__ __forceinline__ int cluster() const { return blockIdx.x / CLUSTER; }
   __device__ __forceinline__ void look_ahead() {
-    if (TABLE) ahead = order[turn * gridDim.x + blockIdx.x];
+    if (TABLE) ahead = order[turn * clusters() + cluster()];
   }
   __device__ __forceinline__ bool take(Work& work, const Shape& shape);
 };
@@ -69,23 +88,26 @@ __device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
   int head, row_tile;
   if (TABLE) {
     if (ahead < 0) return false;
-    head = ahead / shape.row_tiles;
+    head = divide(ahead, shape.by_row_tiles);
     row_tile = ahead - head * shape.row_tiles;
   } else {
-    int place = SNAKE && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, tile = turn * gridDim.x + place;
+    int place = SNAKE && turn % 2 ? clusters() - 1 - cluster() : cluster(), tile = turn * clusters() + place;
     if (tile >= shape.heads * shape.row_tiles) return false;
-    int section = tile / (shape.section * shape.row_tiles), inside = tile - section * shape.section * shape.row_tiles;
-    int heads = min(shape.section, shape.heads - section * shape.section), from_last = inside / heads;
+    int section = divide(tile, shape.by_section_tiles), inside = tile - section * shape.section * shape.row_tiles;
+    int heads = min(shape.section, shape.heads - section * shape.section);
+    int from_last = heads == shape.section ? divide(inside, shape.by_section) : inside / heads;
     head = section * shape.section + inside - from_last * heads;
     row_tile = shape.row_tiles - 1 - from_last;
   }
-  turn++;
-  work.batch = head / shape.H;
+  head = head * CLUSTER_HEADS + blockIdx.x % CLUSTER_HEADS;
+  work.batch = divide(head, shape.by_H);
   work.head = head - work.batch * shape.H;
-  work.first = row_tile * QUERIES;
-  int high = DIAGONAL ? min(shape.S, min(work.first + QUERIES, shape.L) - 1 + shape.reach) : shape.S;
+  int first = row_tile * CLUSTER_TILES * QUERIES;
+  work.first = first + (blockIdx.x + turn) % CLUSTER_TILES * QUERIES;
+  int high = DIAGONAL ? min(shape.S, min(first + CLUSTER_TILES * QUERIES, shape.L) - 1 + shape.reach) : shape.S;
   work.end = tiles_of(max(high, 0));
-  work.begin = WINDOW ? min(max(work.first + shape.lag, 0) / KEYS, work.end) : 0;
+  work.begin = WINDOW ? min(max(first + shape.lag, 0) / KEYS, work.end) : 0;
+  turn++;
   return true;
 }
 
@@ -98,33 +120,38 @@ struct Copies {
   Ring<QUERY_SLOTS> query_ring;
   Ring<STAGES> key_ring, value_ring;
 
+  // `Blocks` share the tile: each asks for a part of the rows, and all get it.
+  template <int Blocks>
   __device__ __forceinline__ void fill(char* to, const TensorMap& map, Barrier* full, int rows, int row, int head, int batch) {
+    int part = blockIdx.x % Blocks * (rows / Blocks);
     arrive_expecting(full, rows * ROW_BYTES * PANELS);
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++)
-      copy_box(to + panel * rows * ROW_BYTES, map, full, panel * 64, row, head, batch);
+      copy_box_to<Blocks>(to + (panel * rows + part) * ROW_BYTES, map, full, panel * 64, row + part, head, batch);
   }
   __device__ __forceinline__ void fill_keys(int tile, int head, int batch) {
     wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);
-    fill(keys + key_ring.stage * KEY_BYTES, *k, &barriers->k_full[key_ring.stage], KEYS, tile * KEYS, head, batch);
+    fill<CLUSTER>(keys + key_ring.stage * KEY_BYTES, *k, &barriers->k_full[key_ring.stage], KEYS, tile * KEYS, head,
+                  batch);
     key_ring.next();
   }
   __device__ __forceinline__ void fill_values(int tile, int head, int batch) {
     wait_for(&barriers->v_empty[value_ring.stage], value_ring.phase ^ 1);
-    fill(values + value_ring.stage * KEY_BYTES, *v, &barriers->v_full[value_ring.stage], KEYS, tile * KEYS, head, batch);
+    fill<CLUSTER>(values + value_ring.stage * KEY_BYTES, *v, &barriers->v_full[value_ring.stage], KEYS, tile * KEYS, head,
+                  batch);
     value_ring.next();
   }
   __device__ __forceinline__ void fill_queries(const Work& work) {
     wait_for(&barriers->q_empty[query_ring.stage], query_ring.phase ^ 1);
-    fill(queries + query_ring.stage * QUERY_BYTES, *q, &barriers->q_full[query_ring.stage], QUERIES, work.first, work.head,
-         work.batch);
+    fill<1>(queries + query_ring.stage * QUERY_BYTES, *q, &barriers->q_full[query_ring.stage], QUERIES, work.first, work.head,
+            work.batch);
     query_ring.next();
   }
   // A second slot for queries is free long before this tile's first keys can be copied, an only one is free after them.
   // Values are needed a tile later than keys, so they are asked for a tile later.
-  __device__ __forceinline__ void serve(const Work& work, int group) {
+  __device__ __forceinline__ void serve(const Work& work, u64 by_group) {
     if (work.begin >= work.end) return;
-    int head = work.head / group;
+    int head = divide(work.head, by_group);
     if (QUERY_SLOTS > 1) fill_queries(work);
     fill_keys(work.end - 1, head, work.batch);
     if (QUERY_SLOTS == 1) fill_queries(work);
@@ -134,6 +161,15 @@ struct Copies {
       fill_values(tile + 1, head, work.batch);
     }
     fill_values(work.begin, head, work.batch);
+  }
+  // Until no other block will arrive at this one's barriers: before, this one may not leave.
+  __device__ __forceinline__ void see_all_released() {
+    for (int stage = 0; stage < STAGES; stage++) {
+      wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);
+      wait_for(&barriers->v_empty[value_ring.stage], value_ring.phase ^ 1);
+      key_ring.next();
+      value_ring.next();
+    }
   }
 };
 
@@ -199,6 +235,11 @@ struct Group {
   __device__ __forceinline__ void release(Barrier* empty) const {
     if (threadIdx.x % 32 == 0) arrive(empty);  // each warp for itself: products of another may still be reading
   }
+  // To all blocks that will copy there.
+  __device__ __forceinline__ void release_shared(Barrier* empty) const {
+    if (CLUSTER == 1) release(empty);
+    else if (threadIdx.x % 32 < CLUSTER) arrive_at(empty, threadIdx.x % 32);
+  }
   __device__ __forceinline__ void take_turn() const {
     if (PING_PONG) meet_at<256>(FIRST_TURN + index);
   }
@@ -233,7 +274,7 @@ struct Group {
   __device__ __forceinline__ void end_values() {
     wait_for_products<0>();
     settle<DIM_TILES>(acc);
-    release(&barriers->v_empty[values.stage]);
+    release_shared(&barriers->v_empty[values.stage]);
     values.next();
   }
   __device__ __forceinline__ void rescale_sums() {
@@ -258,7 +299,7 @@ struct Group {
     end_turn();
     wait_for_products<First ? 0 : 1>();
     settle<SCORE_TILES>(s);
-    release(&barriers->k_empty[keys.stage]);
+    release_shared(&barriers->k_empty[keys.stage]);
     keys.next();
     if (last) release(&barriers->q_empty[queries.stage]);
     if (Masked) mask_tile(s, rows, tile * KEYS);
@@ -276,10 +317,10 @@ struct Group {
     wait_for(&barriers->k_full[keys.stage], keys.phase);
     take_turn();
     end_turn();
-    release(&barriers->k_empty[keys.stage]);
+    release_shared(&barriers->k_empty[keys.stage]);
     keys.next();
     await_values();
-    release(&barriers->v_empty[values.stage]);
+    release_shared(&barriers->v_empty[values.stage]);
     values.next();
   }
 
@@ -345,17 +386,23 @@ struct Group {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     hopper_cuda_forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                         const __grid_constant__ TensorMap v, T16* out, float* lse, const int* table, i64 ob, i64 oh,
-                        i64 ot, float scale, int heads, int H, int group, int L, int S, int row_tiles, int section,
-                        int reach, int lag) {
+                        i64 ot, float scale, int heads, int H, int L, int S, int row_tiles, int section, int reach,
+                        int lag, i64 by_H, i64 by_group, i64 by_row_tiles, i64 by_section, i64 by_section_tiles) {
   extern __shared__ char unaligned[];
   char* queries = unaligned + (1024 - (unsigned)__cvta_generic_to_shared(unaligned) % 1024) % 1024;
   char *keys = queries + QUERY_SLOTS * QUERY_BYTES, *values = keys + STAGES * KEY_BYTES;
   Barriers* barriers = (Barriers*)(values + STAGES * KEY_BYTES);
-  Shape shape = {heads, H, group, L, S, row_tiles, section, reach, lag};
+  Shape shape = {heads, H, L, S, row_tiles, section, reach, lag, (u64)by_H, (u64)by_group, (u64)by_row_tiles,
+                 (u64)by_section, (u64)by_section_tiles};
+  Turns turns = {table};
+  turns.look_ahead();
   if (threadIdx.x == 0) {
+    fetch_map(k);
+    fetch_map(q);
+    fetch_map(v);
     for (int slot = 0; slot < QUERY_SLOTS; slot++) {
       make_barrier(&barriers->q_full[slot], 1);
       make_barrier(&barriers->q_empty[slot], 4 * GROUPS);
@@ -363,29 +410,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int stage = 0; stage < STAGES; stage++) {
       make_barrier(&barriers->k_full[stage], 1);
       make_barrier(&barriers->v_full[stage], 1);
-      make_barrier(&barriers->k_empty[stage], 4 * GROUPS);
-      make_barrier(&barriers->v_empty[stage], 4 * GROUPS);
+      make_barrier(&barriers->k_empty[stage], 4 * GROUPS * CLUSTER);
+      make_barrier(&barriers->v_empty[stage], 4 * GROUPS * CLUSTER);
     }
     publish_barriers();
   }
-  __syncthreads();
+  if (CLUSTER > 1) meet_cluster();
 
   int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);  // the same for a warp, which the compiler then knows
   Work work;
-  Turns turns = {table};
-  turns.look_ahead();
   if (warpgroup == 0) {
-    shrink_to<REGISTERS_COPY>();
+    if (CLUSTER == 1) pass<THREADS>(MADE);  // who made the barriers need not wait for those who use them
+    if (GROUPS > 1) shrink_to<REGISTERS_COPY>();
     if (threadIdx.x == 0) {
       Copies copies = {&q, &k, &v, queries, keys, values, barriers};
 #pragma unroll 1
       while (turns.take(work, shape)) {
         turns.look_ahead();
-        copies.serve(work, group);
+        copies.serve(work, shape.by_group);
       }
+      if (CLUSTER > 1) copies.see_all_released();
     }
   } else {
-    grow_to<REGISTERS_GROUP>();
+    if (CLUSTER == 1) meet_at<THREADS>(MADE);
+    if (GROUPS > 1) grow_to<REGISTERS_GROUP>();
     Group own;
     own.barriers = barriers;
     own.index = warpgroup - 1;

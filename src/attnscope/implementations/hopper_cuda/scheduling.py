@@ -44,12 +44,12 @@ def section_heads(workload: Workload, device: Device) -> int:
 
 
 def key_tiles(workload: Workload, configuration: Configuration) -> list[int]:
-    """Tiles of keys that any row sees, for each tile of rows of a head."""
+    """Tiles of keys that any row sees, for each tile of a cluster's rows of a head."""
     w, c = workload, configuration
     reach, lag = visible_from(w)
-    found = []
-    for first in range(0, w.L, c.rows):
-        high = min(w.S, min(first + c.rows, w.L) - 1 + reach) if has_upper_bound(w) else w.S
+    found, rows = [], c.cluster_rows(w)
+    for first in range(0, w.L, rows):
+        high = min(w.S, min(first + rows, w.L) - 1 + reach) if has_upper_bound(w) else w.S
         end = ceil_div(max(high, 0), c.keys)
         begin = min(max(first + lag, 0) // c.keys, end) if w.window is not None else 0
         found.append(end - begin)
