@@ -51,7 +51,6 @@ class Launched:
     threads: int
     shared_bytes: int
     stream: int
-    cluster: int
     values: list[Any]
 
 
@@ -97,8 +96,8 @@ class Driver:
             kind.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(kind)))
             for kind, at in zip(types, parameters._obj, strict=True)
         ]
-        cluster = s.attributes[0].blocks[0] if s.attribute_count else 1
-        launch = Launched(handle.value, tuple(s.grid), s.block[0], s.shared_bytes, s.stream or 0, cluster, values)
+        assert list(s.block)[1:] == [1, 1] and (s.attributes, s.attribute_count, extra) == (None, 0, None)
+        launch = Launched(handle.value, tuple(s.grid), s.block[0], s.shared_bytes, s.stream or 0, values)
         self.launched.append(launch)
         if run is not None:
             run(launch)

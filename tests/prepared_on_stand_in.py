@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from types import SimpleNamespace
 from typing import Any
 
 from attnscope import cuda
 from attnscope.implementations.hopper import Plan, PreparedHopper, configurations, decode, gluon_shim, masked
-from attnscope.implementations.hopper_cuda import HopperCuda
+from attnscope.implementations.hopper_cuda import KERNEL, SOURCE, HopperCuda
 from attnscope.workload import Workload
+from cuda_emulator import ctype_of
 from driver_stand_in import DEVICE, Driver, TensorMap
 
 NAMES = ("hopper", "decode", "hopper_cuda")
@@ -79,8 +81,9 @@ def _kind(value: Any) -> str:
 
 
 def _hopper_cuda(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
-    strides, sizes = [ctypes.c_longlong] * 3, [ctypes.c_int] * 9
-    driver.kernels[1] = [*[TensorMap] * 3, *[ctypes.c_void_p] * 3, *strides, ctypes.c_float, *sizes], None
+    declared = re.search(rf"\b{KERNEL}\(([^)]*)\)", SOURCE.read_text())
+    assert declared is not None
+    driver.kernels[1] = [ctype_of(" ".join(parameter.split())) for parameter in declared[1].split(",")], None
     kernel = SimpleNamespace(handle=1, allow_shared_bytes=lambda shared_bytes, device_index: None)
     monkeypatch.setattr(cuda, "load_kernel", lambda *_, **__: kernel)
     return HopperCuda().prepare(workload, DEVICE)

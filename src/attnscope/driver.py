@@ -28,7 +28,6 @@ DATA_TYPES = {"bf16": 9, "fp16": 6, "u8": 0, "fp32": 7}
 NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 3, 2, 0
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 @functools.cache
@@ -117,14 +116,13 @@ def tensor_map(tensor: Tensor, dtype: str, box: tuple[int, int]) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-    """A loaded kernel, and the shape of its launches. ``cluster`` is how many blocks along x make a cluster."""
+    """A loaded kernel, and the shape of its launches."""
 
     name: str
     handle: int
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    cluster: int = 1
 
 
 def load(cubin: bytes, name: str, shared_bytes: int, device_index: int) -> int:
@@ -146,26 +144,15 @@ def load(cubin: bytes, name: str, shared_bytes: int, device_index: int) -> int:
     return handle.value
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, holding the blocks of a cluster."""
-
-    _fields_ = (
-        ("number", ctypes.c_int),
-        ("padding", ctypes.c_int),
-        ("blocks", ctypes.c_uint * 3),
-        ("rest", ctypes.c_uint8 * 52),
-    )
-
-
 class _Shape(ctypes.Structure):
-    """CUlaunchConfig."""
+    """CUlaunchConfig, without attributes; a cluster's size stands in the kernel's own source."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint),
     )
 
@@ -181,9 +168,6 @@ class Launch:
         self.function, self.values = function, tuple(values)  # kept: the driver reads them at their addresses
         addresses = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
         shape = _Shape(function.grid, (function.threads, 1, 1), function.shared_bytes, stream)
-        if function.cluster > 1:
-            attribute = _Attribute(CLUSTER_DIMENSION, 0, (function.cluster, 1, 1))
-            shape.attributes, shape.attribute_count = ctypes.pointer(attribute), 1
         self.start = functools.partial(
             library().cuLaunchKernelEx, ctypes.byref(shape), ctypes.c_void_p(function.handle),
             ctypes.byref(addresses), None,

@@ -96,7 +96,7 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     for match in re.finditer(rf'extern "C" __global__ void\s+{attributes}(\w+)\(([^)]*)\)', text):
         name, parameters = match[1], [" ".join(p.split()) for p in match[2].split(",")]
         names = [re.search(r"(\w+)$", p)[1] for p in parameters]
-        types[name] = [_ctype(p) for p in parameters]
+        types[name] = [ctype_of(p) for p in parameters]
         wrappers.append(
             f'extern "C" const char* emulate_{name}(unsigned gx, unsigned gy, unsigned gz, unsigned threads, '
             f"size_t shared_bytes, int order, {', '.join(parameters)}) {{ return emulator_launch(gx, gy, gz, threads, "
@@ -115,7 +115,8 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     return ctypes.CDLL(str(library)), types
 
 
-def _ctype(parameter: str) -> Any:
+def ctype_of(parameter: str) -> Any:
+    """The type of a kernel's parameter, by its declaration."""
     if "*" in parameter:
         return ctypes.c_void_p
     kind = re.sub(r"\bconst\b|\b__grid_constant__\b", "", parameter).split()[0]
