@@ -23,20 +23,28 @@ def prepare(name: str, driver: Driver, monkeypatch: Any, workload: Workload) -> 
 
 
 def _hopper(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
+    plans: list[Plan] = []
+
+    def compiled(plan: Plan) -> gluon_shim.Machine:
+        plans.append(plan)
+        return gluon_shim.Machine("hopper_attention_forward", b"", 384, 200_000, "")
+
     def load(cubin: bytes, name: str, shared_bytes: int, device_index: int) -> int:
         del cubin, name, shared_bytes, device_index
-        described = [TensorMap, *[ctypes.c_uint64] * 8]
-        pointers = [ctypes.c_void_p] * (1 + sum(prepared_plan.pointers.values()))
-        scalars = [ctypes.c_int32] * (len(kernels.SCALARS) - 2) + [ctypes.c_float] * 2
-        driver.kernels[1] = [*described * 4, *pointers, *scalars, *[ctypes.c_uint64] * 2], None
+        driver.kernels[1] = _parameters(plans[-1]), None
         return 1
 
-    configuration = configurations.choose(workload)
-    prepared_plan = Plan(workload, configuration)
-    machine = gluon_shim.Machine("hopper_attention_forward", b"", 384, 200_000, "")
-    monkeypatch.setattr(Plan, "compile", lambda self: machine)
+    monkeypatch.setattr(Plan, "compile", compiled)
     monkeypatch.setattr("attnscope.driver.load", load)
-    return PreparedHopper(workload, DEVICE, configuration)
+    return PreparedHopper(workload, DEVICE, configurations.choose(workload))
+
+
+def _parameters(plan: Plan) -> list[Any]:
+    """Types of what the kernel takes."""
+    described = [TensorMap, *[ctypes.c_uint64] * 8] * len(plan.boxes())
+    pointers = [ctypes.c_void_p] * (1 + sum(plan.pointers.values()))
+    scalars = [ctypes.c_int32] * (len(kernels.SCALARS) - 2) + [ctypes.c_float] * 2
+    return [*described, *pointers, *scalars, *[ctypes.c_uint64] * 2]
 
 
 def _decode(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
