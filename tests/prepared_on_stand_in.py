@@ -23,20 +23,24 @@ def prepare(name: str, driver: Driver, monkeypatch: Any, workload: Workload) -> 
 
 
 def _hopper(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
+    plans: list[Plan] = []
+
+    def compiled(plan: Plan) -> gluon_shim.Machine:
+        plans.append(plan)
+        return gluon_shim.Machine("hopper_attention_forward", b"", 384, 200_000, "")
+
     def load(cubin: bytes, name: str, shared_bytes: int, device_index: int) -> int:
         del cubin, shared_bytes, device_index
         handle = len(driver.kernels) + 1
-        driver.kernels[handle] = _parameters(name, plan), None
+        driver.kernels[handle] = _parameters(name, plans[-1]), None
         return handle
 
-    plan = Plan(workload, configurations.choose(workload))
-    machine = gluon_shim.Machine("hopper_attention_forward", b"", 384, 200_000, "")
     in_front = [gluon_shim.Machine(f"hopper_attention_mask_{name}", b"", 128, 0, "") for name in ("words", "lists")]
-    monkeypatch.setattr(Plan, "compile", lambda self: machine)
+    monkeypatch.setattr(Plan, "compile", compiled)
     monkeypatch.setattr(masked.MaskPlan, "compile", lambda self: in_front)
     monkeypatch.setattr("attnscope.driver.load", load)
     kind = PreparedHopper if workload.mask is None and workload.bias is None else masked.PreparedMasked
-    return kind(workload, DEVICE, plan.configuration)
+    return kind(workload, DEVICE, configurations.choose(workload))
 
 
 def _parameters(name: str, plan: Plan) -> list[Any]:
