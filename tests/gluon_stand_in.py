@@ -107,6 +107,10 @@ class Tile:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    @property
+    def dtype(self) -> Any:
+        return (self.array if self.memory is None else self.memory).dtype
+
     def reshape(self, shape: Any) -> Tile:
         return Tile(self.array.reshape(shape), self.layout)
 
@@ -258,7 +262,7 @@ class Language:
         words = asm.replace(",", " ").replace(";", " ").split()
         if "tanh.approx.f32" in words:
             return Tile(np.tanh(args[0].array), args[0].layout)
-        if words[0] == "mov.b32":
+        if words[0] in ("mov.b32", "mov.b64"):
             return args[0]
         if words[0] == "{":
             kind, number, threads = words[1:4]

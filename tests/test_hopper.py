@@ -34,7 +34,10 @@ CPU = find_device("cpu")
 H200 = Device("cuda", "NVIDIA H200", capability=(9, 0), multiprocessors=132)
 B200 = Device("cuda", "NVIDIA B200", capability=(10, 0))
 SMALL = Configuration(keys=64, slots=5, q_slots=2)
-OPTIONS = {"mask": ",mask=bool:1x1xLxS", "bias16": ",bias=bf16:1xHxLxS", "bias32": ",bias=fp32:1x1xLxS"}
+OPTIONS = {
+    "mask": ",mask=bool:1x1xLxS", "bias16": ",bias=bf16:1xHxLxS", "bias32": ",bias=fp32:1x1xLxS",
+    "mixed": ",mask=bool:1x1xLxS,bias=fp32:1x1xLxS,alibi,softcap=9,sinks,causal",
+}  # fmt: skip
 CONFIGURATIONS = [
     SMALL,
     Configuration(keys=128, slots=4, groups=3, pingpong=False, lazy_sum=False),
@@ -476,6 +479,8 @@ def test_every_feature_compiles_cleanly(tmp_path: Path) -> None:
         "B2,H2,L300,D64,bf16,mask=bool:BxHxLxS,alibi,causal=bottom_right,lengths=300/7",
         "B1,H2,L300,D128,bf16,mask=bool:1x1xLxS,bias=bf16:1xHxLxS,sinks",
         "B1,H2,L300,D256,fp16,bias=fp16:1x1xLxS,causal,softcap=9",
+        "B1,H2,L300,D128,fp16,bias=fp16:1x1xLxS,causal=bottom_right,window=9,softcap=9,sinks,alibi",
+        "B1,H2,L300,D64,bf16,mask=bool:1x1xLxS,causal=bottom_right,window=9,lengths=7",
         "B1,H2,L300,D64,bf16,bias=bf16:1xHx1xS,alibi",
         "B1,H2,L300,D128,bf16,bias=fp32:1xHx1xS,window=64",
         "B1,H2,L300,D256,bf16,bias=fp32:Bx1xLx1,mask=bool:1x1x1xS",

@@ -212,7 +212,8 @@ def test_reasons(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("options", "word"),
     [
         ("mask=bool:1x1xLxS", "mask"), ("mask=bool:1x1xLxS,causal", "mask"), ("bias=bf16:1x1xLxS", "bias16"),
-        ("bias=fp16:1x1xLxS,causal", "bias16"), ("bias=fp32:1x1xLxS,mask=bool:1x1xLxS", "bias32"),
+        ("bias=fp16:1x1xLxS,causal", "mixed"), ("bias=fp32:1x1xLxS,mask=bool:1x1xLxS", "mixed"),
+        ("bias=fp32:1x1xLxS", "bias32"), ("mask=bool:1x1xLxS,alibi", "mixed"), ("alibi,causal", "causal"),
     ],
 )  # fmt: skip
 def test_classes(options: str, word: str) -> None:

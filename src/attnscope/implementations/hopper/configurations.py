@@ -23,6 +23,7 @@ from attnscope.workload import Workload
 GROUP_ROWS = 64  # query rows of a group of 128 threads
 LEAST_KEYS = 64  # keys of a tile, at the least
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
+GEOMETRY = frozenset({"causal_top_left", "causal_bottom_right", "window", "lengths", "packed"})
 LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
 
 
@@ -97,11 +98,14 @@ def tuning_class(workload: Workload) -> str:
 
 
 def _mask_of(w: Workload) -> str:
-    """The word of a class: a bias's size, a bool mask, or what geometry hides."""
+    """The word of a class: a bias's size, a bool mask, one of them beside what needs registers too, or geometry."""
+    more = w.alibi or w.sinks or w.softcap is not None
     if w.bias is not None:
-        return "bias32" if w.bias == "fp32" else "bias16"
-    words = {"mask": w.mask, "window": w.window, "causal": w.causal}
-    return next((word for word, value in words.items() if value is not None), "full")
+        alone = w.mask is None and not more and not w.features & GEOMETRY
+        return "mixed" if not alone else "bias32" if w.bias == "fp32" else "bias16"
+    if w.mask is not None:
+        return "mixed" if more else "mask"
+    return "window" if w.window is not None else "causal" if w.causal is not None else "full"
 
 
 def user_table_path() -> Path:
@@ -204,6 +208,11 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
         64: [_THREE | _ALONE | {"q_slots": 1}, _TWO | _ALONE | {"q_slots": 1}, _THREE, _TWO],
         128: [_ALONE | {"slots": 6}, _ALONE | {"slots": 6, "pingpong": False}, _USUAL],
         256: [_WIDE | _ALONE, _WIDE],
+    },
+    "mixed": {
+        64: [_TWO | {"slots": 6}, _TWO | {"slots": 6, "pingpong": False}],
+        128: [{"slots": 4}, {"slots": 4, "pingpong": False}],
+        256: [_WIDE | {"slots": 4}],
     },
     "bias16": {
         64: [

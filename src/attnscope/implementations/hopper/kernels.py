@@ -197,7 +197,11 @@ def _list_of(lists, b, h, tile, mask_sizes):
     """(number of a tile of rows' list, where it begins): how many tiles of keys, then each."""
     list_batch, list_head, list_step, _words_step = mask_sizes
     number = b * list_batch + h * list_head + tile
-    return number, lists + gl.cast(number, gl.int64) * list_step
+    listed = gl.inline_asm_elementwise(  # else addresses beside it are kept in registers for good
+        "mov.b64 $0, $1;", "=l,l", [lists + gl.cast(number, gl.int64) * list_step], dtype=lists.dtype, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    return number, listed
 
 
 @_device
