@@ -107,6 +107,10 @@ class Tile:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    @property
+    def dtype(self) -> Any:
+        return (self.array if self.memory is None else self.memory).dtype
+
     def reshape(self, shape: Any) -> Tile:
         return Tile(self.array.reshape(shape), self.layout)
 
@@ -258,6 +262,8 @@ class Language:
         words = asm.replace(",", " ").replace(";", " ").split()
         if "tanh.approx.f32" in words:
             return Tile(np.tanh(args[0].array), args[0].layout)
+        if words[0] in ("mov.b32", "mov.b64"):
+            return args[0]
         if words[0] == "{":
             kind, number, threads = words[1:4]
             CLOCK.pause()
@@ -265,7 +271,8 @@ class Language:
                 turn = self.named.arrive(number, int(threads))
             if kind == "bar.sync":
                 CLOCK.wait_for(lambda: self.named.completed.get(number, 0) >= turn, asm)
-        return 0
+            return 0
+        raise NotImplementedError(asm)
 
     def warp_specialize(self, partitions: Any, warps: Any, registers: Any) -> None:
         def run(function: Any, arguments: Any) -> None:
@@ -415,9 +422,7 @@ def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, A
         bias, told = bias_arguments(inputs.bias, plan)
         tensors["bias"], pointers["bias"] = bias.float().numpy(), in_memory(bias)
         scalars += told
-    descriptors = {
-        f"{name}_desc": Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()
-    }
+    descriptors = {f"{name}_desc": Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()}
     pointers = {name: pointers[name] for name, there in plan.pointers.items() if there}
     numbers = {name: number(value) for name, value in zip(plan.scalar_types(), scalars, strict=True)}
     for block in range(blocks):

@@ -13,7 +13,7 @@ from attnscope import comparing, jobs
 from attnscope.comparing import Plan, execute, make_plan, prepare_folder
 from attnscope.device import find_device
 from attnscope.errors import UnknownImplementation, UsageError, WorkloadError
-from attnscope.implementation import _registered, reference_of, select_named
+from attnscope.implementation import Output, _registered, reference_of, select_named
 from attnscope.inputs import make_inputs
 from attnscope.records import read_runs, write_run
 from attnscope.workload import Workload
@@ -351,3 +351,26 @@ def test_a_workspace_is_what_the_prepared_one_says(held, forward):
 
     assert jobs.workspace_bytes(Prepared(), "forward") == forward
     assert jobs.workspace_bytes(object(), "forward") is None
+
+
+def test_a_forward_is_timed_without_gradients_and_without_switching_them_off_in_each_call():
+    import torch
+
+    seen = []
+
+    class Prepared:
+        def forward(self, inputs, *, save=False):
+            seen.append((torch.is_grad_enabled(), save))
+            return Output("out", saved="saved")
+
+        def backward(self, inputs, saved):
+            seen.append((torch.is_grad_enabled(), saved))
+
+    for direction in ("forward", "backward"):
+        with jobs.grad_mode(direction):
+            call = jobs.direction_call(Prepared(), None, direction)
+            call()
+    assert seen == [(False, False), (True, True), (True, "saved")]
+    assert torch.is_grad_enabled()
+    jobs.direction_call(Prepared(), None, "forward")()
+    assert seen[-1] == (True, False)  # the call itself is the implementation's alone

@@ -6,7 +6,6 @@ ptxas serialises, and on every release of Triton that is claimed. What runs on a
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import re
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ import torch
 from attnscope.device import Device, find_device
 from attnscope.errors import PrepareFailed, RecordError
 from attnscope.implementation import find
-from attnscope.implementations.hopper import Hopper, Plan, configurations, kernels, launching, schedules
+from attnscope.implementations.hopper import Hopper, Plan, configurations, kernels, schedules
 from attnscope.implementations.hopper.configurations import Configuration, choose, tuning_class
 from attnscope.inputs import make_inputs
 from attnscope.reference import compute_attention
@@ -36,7 +34,10 @@ CPU = find_device("cpu")
 H200 = Device("cuda", "NVIDIA H200", capability=(9, 0), multiprocessors=132)
 B200 = Device("cuda", "NVIDIA B200", capability=(10, 0))
 SMALL = Configuration(keys=64, slots=5, q_slots=2)
-OPTIONS = {"mask": ",mask=bool:1x1xLxS", "bias16": ",bias=bf16:1xHxLxS", "bias32": ",bias=fp32:1x1xLxS"}
+OPTIONS = {
+    "mask": ",mask=bool:1x1xLxS", "bias16": ",bias=bf16:1xHxLxS", "bias32": ",bias=fp32:1x1xLxS",
+    "mixed": ",mask=bool:1x1xLxS,bias=fp32:1x1xLxS,alibi,softcap=9,sinks,causal",
+}  # fmt: skip
 CONFIGURATIONS = [
     SMALL,
     Configuration(keys=128, slots=4, groups=3, pingpong=False, lazy_sum=False),
@@ -356,74 +357,6 @@ def test_the_stand_in_sees_a_lost_arrival(lost: str, monkeypatch: pytest.MonkeyP
         run_plan(Plan(workload, SMALL), make_inputs(workload, CPU), blocks=1, seed=0)
 
 
-# --- launching --------------------------------------------------------------------------------------------------------
-
-
-class Driver:
-    """CUDA's driver, which notes what it is told."""
-
-    def __init__(self, invalid_contexts: int = 0) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.invalid_contexts = invalid_contexts
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            self.calls.append((name, arguments))
-            if name == "cuLaunchKernel" and self.invalid_contexts:
-                self.invalid_contexts -= 1
-                return launching.INVALID_CONTEXT
-            return 0
-
-        return call
-
-
-def launcher(driver: Driver) -> launching.Launcher:
-    made = launching.Launcher.__new__(launching.Launcher)
-    made.driver, made.machine, made.kept = driver, SimpleNamespace(name="kernel"), {}  # type: ignore[assignment]
-    made.context, made.function = ctypes.c_void_p(1), ctypes.c_void_p(2)
-    made.threads = made.shared_bytes = made.one = ctypes.c_uint(1)
-    made.start = driver.cuLaunchKernel
-    return made
-
-
-def test_a_descriptor_walks_a_tensor_where_it_lies() -> None:
-    driver = Driver()
-    inputs = make_inputs(Workload.parse("B2,H4/2,L5,S7,D80,bf16,layout=blhd"), CPU)
-    made = launcher(driver).descriptor(inputs.k, "bf16", (128, 64))
-    ((name, arguments),) = driver.calls
-    assert name == "cuTensorMapEncodeTiled"
-    assert ctypes.addressof(made) % 64 == 0 and arguments[0].value == ctypes.addressof(made)
-    assert arguments[3].value == inputs.k.data_ptr()
-    assert [list(a) for a in arguments[4:8]] == [[80, 7, 2, 2], [320, 160, 2240], [64, 128, 1, 1], [1, 1, 1, 1]]
-
-
-def test_what_tma_can_read() -> None:
-    buffer = torch.zeros(2, 3, 8, 64, dtype=torch.bfloat16)
-    assert launching.readable(buffer) and launching.readable(buffer.transpose(1, 2))
-    assert launching.readable(buffer[:, :1].expand(2, 1, 8, 64)) and launching.readable(buffer[..., 8:16])
-    for other in (buffer.mT, buffer[..., 4:12], buffer[:, :1].expand(2, 3, 8, 64), buffer[..., ::2]):
-        assert not launching.readable(other)
-
-
-def test_a_thread_without_a_context_gets_one() -> None:
-    driver = Driver(invalid_contexts=1)
-    launcher(driver).launch(3, 7, launching.Arguments([ctypes.c_int32(5)]))
-    assert [name for name, _ in driver.calls] == ["cuLaunchKernel", "cuCtxSetCurrent", "cuLaunchKernel"]
-    assert driver.calls[-1][1][1] == 3 and driver.calls[-1][1][8].value == 7
-
-
-def test_a_refused_launch_is_a_sentence() -> None:
-    with pytest.raises(PrepareFailed, match="launching kernel failed with CUDA's error 201"):
-        launcher(Driver(invalid_contexts=2)).launch(1, 0, launching.Arguments([]))
-
-
-def test_kept_launches_are_bounded() -> None:
-    made = launcher(Driver())
-    for number in range(2 * launching.KEPT):
-        made.keep(number, launching.Arguments([]))
-    assert list(made.kept) == list(range(launching.KEPT, 2 * launching.KEPT))
-
-
 @pytest.mark.parametrize("text", ["B2,H2,L3,S0,D64,bf16", "B2,H2,L3,S0,D64,bf16,sinks", "B0,H2,L3,D64,fp16",
                                   "B2,H2,L0,S3,D64,bf16,layout=blhd"])  # fmt: skip
 def test_without_rows_or_keys_nothing_is_launched(text: str) -> None:
@@ -546,6 +479,8 @@ def test_every_feature_compiles_cleanly(tmp_path: Path) -> None:
         "B2,H2,L300,D64,bf16,mask=bool:BxHxLxS,alibi,causal=bottom_right,lengths=300/7",
         "B1,H2,L300,D128,bf16,mask=bool:1x1xLxS,bias=bf16:1xHxLxS,sinks",
         "B1,H2,L300,D256,fp16,bias=fp16:1x1xLxS,causal,softcap=9",
+        "B1,H2,L300,D128,fp16,bias=fp16:1x1xLxS,causal=bottom_right,window=9,softcap=9,sinks,alibi",
+        "B1,H2,L300,D64,bf16,mask=bool:1x1xLxS,causal=bottom_right,window=9,lengths=7",
         "B1,H2,L300,D64,bf16,bias=bf16:1xHx1xS,alibi",
         "B1,H2,L300,D128,bf16,bias=fp32:1xHx1xS,window=64",
         "B1,H2,L300,D256,bf16,bias=fp32:Bx1xLx1,mask=bool:1x1x1xS",

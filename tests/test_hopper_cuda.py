@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-import threading
 
 import pytest
 
@@ -14,12 +13,13 @@ from attnscope.device import Device, find_device
 from attnscope.errors import UsageError
 from attnscope.implementations import hopper_cuda
 from attnscope.implementations.common import NO_TILE
-from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
+from attnscope.implementations.hopper_cuda import configurations, scheduling
 from attnscope.implementations.hopper_cuda.configurations import CHOICES, Configuration, usual
 from attnscope.workload import Workload
 
 torch = pytest.importorskip("torch")
 
+import driver_stand_in  # noqa: E402
 from attnscope.inputs import make_inputs  # noqa: E402
 from attnscope.reference import compute_attention  # noqa: E402
 
@@ -38,8 +38,7 @@ def emulated(monkeypatch):
     import cuda_emulator
 
     monkeypatch.setattr(cuda, "load_kernel", cuda_emulator.load_kernel)
-    monkeypatch.setattr(launching, "encode", cuda_emulator.encode_tensor_map)
-    monkeypatch.setattr(launching, "bind", cuda_emulator.bind)
+    cuda_emulator.attach(driver_stand_in.stand_in(monkeypatch))
     monkeypatch.setitem(cuda_emulator.ORDER, "value", 0)
     return cuda_emulator
 
@@ -364,91 +363,12 @@ def test_it_is_for_hopper_alone(capability):
     assert hopper_cuda.HopperCuda.sheet.device_reasons(other)
 
 
-def test_tensors_that_the_copy_engine_cannot_read_are_copied():
-    base = torch.arange(2 * 3 * 16 * 32, dtype=torch.float32).to(torch.bfloat16)
-    plain = base.view(2, 3, 16, 32)
-    for good in (plain, plain.transpose(1, 2), base.view(2, 3, 8, 64)[..., :32], plain[:1, :1].expand(1, 1, 16, 32)):
-        assert launching.copyable(good) is good
-    crooked = torch.zeros(base.numel() + 1, dtype=torch.bfloat16)[1:].view(2, 3, 16, 32)
-    for bad in (
-        crooked,
-        plain[:1].expand(2, 3, 16, 32),
-        plain.transpose(2, 3),
-        base[: 2 * 3 * 5 * 20].view(2, 3, 5, 20)[..., :16],
-    ):
-        made = launching.copyable(bad)
-        assert made is not bad and torch.equal(made, bad) and made.data_ptr() % 16 == 0
-        assert launching.copyable(made) is made
-
-
-def test_maps_name_the_innermost_axis_first():
-    t = torch.zeros(2, 5, 3, 64, dtype=torch.float16).transpose(1, 2)
-    assert launching.map_sizes(t) == ((64, 5, 3, 2), (3 * 64 * 2, 64 * 2, 5 * 3 * 64 * 2))
-    assert launching.TensorMap().address % 64 == 0
-
-
 def test_empty_problems_launch_nothing():
     for text in ("B0,H2,L5,D64,bf16", "B1,H2,L0,S5,D64,bf16", "B1,H2,L5,S0,D64,bf16", "B1,H2,L5,S0,D64,Dv40,bf16"):
         workload = Workload.parse(text)
         output = hopper_cuda.HopperCuda().prepare(workload, HOPPER).forward(make_inputs(workload, find_device("cpu")))
         assert output.out.shape == (workload.B, 2, workload.L, workload.D_v) and not output.out.any()
         assert torch.isneginf(output.lse).all()
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """A prepared workload whose launches are counted, not made."""
-    seen = {"packed": 0, "ran": 0}
-
-    def bind(*_):
-        seen["packed"] += 1
-        return lambda: seen.__setitem__("ran", seen["ran"] + 1)
-
-    class Kernel:
-        def allow_shared_bytes(self, *_):
-            pass
-
-    monkeypatch.setattr(cuda, "load_kernel", lambda *_, **__: Kernel())
-    monkeypatch.setattr(launching, "encode", lambda *_: None)
-    monkeypatch.setattr(launching, "bind", bind)
-    return seen
-
-
-def test_launches_are_packed_once_and_few_are_kept(counted):
-    workload = Workload.parse("B1,H2,L32,D64,bf16")
-    prepared = hopper_cuda.HopperCuda().prepare(workload, HOPPER)
-    inputs = make_inputs(workload, find_device("cpu"))
-    out, lse = torch.empty_like(inputs.q), torch.empty(1, 2, 32)
-    for _ in range(3):
-        prepared.launch(inputs.q, inputs.k, inputs.v, out, lse)
-    assert counted == {"packed": 1, "ran": 3}
-    others = [torch.empty_like(out) for _ in range(3 * hopper_cuda.KEPT_LAUNCHES)]
-    for other in others:
-        prepared.launch(inputs.q, inputs.k, inputs.v, other, lse)
-    assert len(prepared.launches) <= hopper_cuda.KEPT_LAUNCHES
-    prepared.launch(inputs.q.transpose(1, 2).contiguous().transpose(1, 2), inputs.k, inputs.v, out, lse)
-    assert counted["packed"] == 2 + len(others)
-
-
-def test_threads_may_share_a_prepared_workload(counted):
-    workload = Workload.parse("B1,H2,L32,D64,bf16")
-    prepared = hopper_cuda.HopperCuda().prepare(workload, HOPPER)
-    inputs = make_inputs(workload, find_device("cpu"))
-    failed = []
-
-    def work():
-        try:
-            for _ in range(50):
-                prepared.forward(inputs)
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and counted["packed"] >= 1
 
 
 def test_longest_rows_come_first_within_what_the_cache_holds():

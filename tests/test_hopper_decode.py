@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import driver_stand_in
 from attnscope.device import Device
 from attnscope.implementations.hopper import decode
 from attnscope.implementations.hopper.decode import SPLITS, TILES, Tile, choose, fits, predicted_us, tiles_for
@@ -160,12 +161,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
     kernels: list[Any] = []
 
-    def load(kernel: Any, values: list[Any], index: int) -> None:
+    def load(kernel: Any, values: list[Any], grid: tuple[int, int, int], index: int) -> None:
         decode.machine_of(kernel, values)  # its parameters are as they will be passed
         kernels.append(kernel)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decode, "load_machine", load)
+    driver_stand_in.stand_in(monkeypatch)
     monkeypatch.setattr(driver, "_active", Driver(90))
 
     def compile_for(text: str, **given: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnscope import driver
 from attnscope.budgets import expect
 from attnscope.device import Device
 from attnscope.guards import poisoned_memory
@@ -80,7 +81,7 @@ def test_the_random_workloads_cover_every_feature_that_is_taken() -> None:
 
 
 def test_a_packed_buffer_is_read_in_place(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_copied", lambda tensor: pytest.fail("copied"))
+    monkeypatch.setattr(driver, "copied", lambda tensor: pytest.fail("copied"))
     for text in ("B2,H2,L5,D16,fp16,causal,layout=qkv", "B1,H4/2,L2,S40,D24,fp16,layout=blhd"):
         workload = Workload.parse(text)
         assert not failures(DecodeKernel(workload, cpu, splits=2), make_inputs(workload, cpu))

@@ -1,4 +1,4 @@
-"""hopper's bool masks and biases without a card: the kernels' own source on a stand-in for Gluon, and what they are told.
+"""hopper's bool masks and biases without a card: the kernels' own source on a stand-in for Gluon; what they are told.
 
 That they compile for sm_90 without spills is tested in test_hopper.py, what runs on a card in tests/gpu.
 """
@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from attnscope import driver
 from attnscope.device import Device, find_device
 from attnscope.implementation import find
-from attnscope.implementations.hopper import Plan, launching
+from attnscope.implementations.hopper import Plan
 from attnscope.implementations.hopper.configurations import Configuration, choose, tuning_class
 from attnscope.implementations.hopper.masked import MaskPlan, bias_arguments
 from attnscope.inputs import Inputs, make_inputs
 from attnscope.reference import compute_attention
 from attnscope.workload import Workload
+from driver_stand_in import TensorMap, stand_in
 from gluon_stand_in import in_memory, run_masks, run_plan
+from prepared_on_stand_in import prepare
 
 CPU = find_device("cpu")
 H200 = Device("cuda", "NVIDIA H200", capability=(9, 0), multiprocessors=132)
@@ -175,7 +178,7 @@ def test_a_bias_is_read_in_place_where_it_can_be() -> None:
         (whole.mT.contiguous().mT[..., :128], [1, 1], True),
     ):
         read, told = bias_arguments(bias, plan)
-        assert launching.readable(read) and [value.value for value in told] == flags
+        assert driver.readable(read) and [value.value for value in told] == flags
         assert (read.data_ptr() != bias.data_ptr()) == copied
         assert torch.equal(read.expand(2, 3, 70, 128), bias)
 
@@ -209,10 +212,57 @@ def test_reasons(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("options", "word"),
     [
         ("mask=bool:1x1xLxS", "mask"), ("mask=bool:1x1xLxS,causal", "mask"), ("bias=bf16:1x1xLxS", "bias16"),
-        ("bias=fp16:1x1xLxS,causal", "bias16"), ("bias=fp32:1x1xLxS,mask=bool:1x1xLxS", "bias32"),
+        ("bias=fp16:1x1xLxS,causal", "mixed"), ("bias=fp32:1x1xLxS,mask=bool:1x1xLxS", "mixed"),
+        ("bias=fp32:1x1xLxS", "bias32"), ("mask=bool:1x1xLxS,alibi", "mixed"), ("alibi,causal", "causal"),
     ],
 )  # fmt: skip
 def test_classes(options: str, word: str) -> None:
     workload = Workload.parse(f"B1,H1,L2000,D80,fp16,{options}")
     assert tuning_class(workload) == f"D128,{word},fp16,middle"
     assert choose(workload) in find("hopper").candidates(workload, H200)  # type: ignore[attr-defined]
+
+
+# --- what a call launches ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", ["", ",bias=bf16:BxHxLxS", ",bias=fp32:1xHx1xS", ",bias=bf16:BxHxLx1"])
+@pytest.mark.parametrize("mask", ["", ",mask=bool:Bx1xLxS"])
+def test_a_call_launches_what_stands_in_front_then_attention(
+    mask: str, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not mask + bias:
+        pytest.skip("neither")
+    cuda, workload = (
+        stand_in(monkeypatch),
+        Workload.parse(f"B2,H4/2,L70,S128,D64,bf16,lengths=128/70,sinks{mask}{bias}"),
+    )
+    prepared, inputs = prepare("hopper", cuda, monkeypatch, workload), make_inputs(workload, CPU)
+    cuda.same = {}
+    for turn in range(3):
+        cuda.launched.clear()
+        output, described = prepared.forward(inputs), cuda.described
+        assert cuda.made == (turn + 1) * (3 if mask else 2)
+        assert [launch.threads for launch in cuda.launched] == ([128, 128] if mask else []) + [384]
+        *front, attention = [_addresses(launch) for launch in cuda.launched]
+        wanted = [inputs.q, inputs.k, inputs.v, output.out, output.lse, inputs.sinks, inputs.lengths]
+        assert {t.data_ptr() for t in [*wanted, *([inputs.bias] if bias else [])]} <= attention
+        if mask:
+            words, lists = front
+            assert inputs.mask.data_ptr() in words and len(words & attention) >= 2 and len(words & lists) == 1
+        if turn:
+            assert described == cuda.described
+
+
+def test_a_bias_that_is_copied_is_copied_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, workload = stand_in(monkeypatch), Workload.parse("B1,H2,L70,S128,D64,bf16,bias=bf16:BxHxLxS")
+    prepared, inputs = prepare("hopper", cuda, monkeypatch, workload), make_inputs(workload, CPU)
+    inputs.bias = torch.randn(1, 2, 70, 129).bfloat16()[..., 1:]
+    for _ in range(3):
+        prepared.forward(inputs)
+        assert inputs.bias.data_ptr() not in _addresses(cuda.launched[-1])
+
+
+def _addresses(launch: Any) -> set[int]:
+    """What a launch passes of the size of an address."""
+    values = [v.address if isinstance(v, TensorMap) else v.value for v in launch.values]
+    return {value for value in values if value and value > 2**32}

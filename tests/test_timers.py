@@ -182,6 +182,25 @@ def test_host_time_is_the_launch_alone(card, timer):
     assert timer.host_us(lambda: card.launch(1e-3), 20) == pytest.approx(LAUNCH_S * 1e6, rel=0.01)
 
 
+def test_host_time_is_taken_while_the_queue_is_nearly_empty(card, timer):
+    queued, deepest, wait = 0, 0, card.wait
+
+    def call() -> None:
+        nonlocal queued, deepest
+        queued += 1
+        deepest = max(deepest, queued)
+        card.launch(1e-3)
+
+    def waited() -> None:
+        nonlocal queued
+        queued = 0
+        wait()
+
+    card.wait = waited
+    assert timer.host_us(call, 95) == pytest.approx(LAUNCH_S * 1e6, rel=0.01)
+    assert deepest == timers.HOST_BATCH and queued == 0
+
+
 def test_steady_time_is_the_devices_with_a_full_queue(card, timer):
     assert timer.steady_ms(lambda: card.launch(50e-6), 0.1) == pytest.approx(0.05, rel=0.02)
 

@@ -211,7 +211,7 @@ class _Checker:
         """Every kind, then equal runs where the sheet claims determinism."""
         w, seed, kinds = self.workload, self.ask.seed, self.ask.kinds
         self.sample = sample_heads(w, seed, MAX_PAIRS[self.device.kind] // (4 if self.quick else 1))
-        working = restride(make_inputs(w, self.device, seed + 1, kinds[0]), self.strides)  # own: it is written to
+        working = restride(make_inputs(w, self.device, seed + 1, kinds[0]), self.ask.strides)  # own: it is written to
         if len(kinds) == 1:  # so that a result kept from an earlier call is another one's
             self._calls(working, working.clone(), twice=False)
         for position, kind in enumerate(kinds):
@@ -221,7 +221,7 @@ class _Checker:
         return self._result(seed)
 
     def _make_inputs(self, seed: int, kind: str) -> Inputs:
-        return self.cache.inputs(self.workload, self.device, seed, kind, self.ask.strides)
+        return self.ask.cache.inputs(self.workload, self.device, seed, kind, self.ask.strides)
 
     def _fill(self, working: Inputs, pristine: Inputs) -> Inputs:
         return fill(working, pristine, self.ask.spin_cycles)

@@ -208,22 +208,24 @@ def measure(
             contestants.append(_contestant(ask, name, direction, inputs, *first[name]))
         except Exception as error:
             raise MeasureFailed(name, error) from error
-    before = {contestant.name: _seeded(contestant, ask.seed) for contestant in contestants}
-    measurements, verdicts = measure_rivals(
-        contestants,
-        ask.workload,
-        ask.device,
-        direction,
-        card,
-        options,
-        visible_pairs=inputs.visible_pairs,
-        progress=lambda name, stage: report((stage, name)),
-        warm=(inputs.q,) if ask.workload.L == 1 else (),  # decode: the keys are cold, the query was just made
-    )
-    for contestant in contestants:
-        report(("compare", contestant.name))
-        if not _same(before[contestant.name], _seeded(contestant, ask.seed)):
-            raise MeasureFailed(contestant.name, CheckFailed("its result is no longer what it was before it was timed"))
+    with grad_mode(direction):
+        before = {contestant.name: _seeded(contestant, ask.seed) for contestant in contestants}
+        measurements, verdicts = measure_rivals(
+            contestants,
+            ask.workload,
+            ask.device,
+            direction,
+            card,
+            options,
+            visible_pairs=inputs.visible_pairs,
+            progress=lambda name, stage: report((stage, name)),
+            warm=(inputs.q,) if ask.workload.L == 1 else (),  # decode: the keys are cold, the query was just made
+        )
+        for contestant in contestants:
+            report(("compare", contestant.name))
+            if not _same(before[contestant.name], _seeded(contestant, ask.seed)):
+                cause = CheckFailed("its result is no longer what it was before it was timed")
+                raise MeasureFailed(contestant.name, cause)
     measurements = {name: _remarked(found, prepared_for(ask, name)) for name, found in measurements.items()}
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
 
@@ -339,24 +341,32 @@ def reasons_of(implementation: Implementation, ask: Ask) -> dict[str, list[str]]
 def _first_call_ms(prepared: Prepared, inputs: Inputs, direction: str, device: Device) -> float:
     call = direction_call(prepared, inputs, direction)
     synchronise(device)
-    started = time.perf_counter()
-    call()
-    synchronise(device)
-    return (time.perf_counter() - started) * 1e3
+    with grad_mode(direction):
+        started = time.perf_counter()
+        call()
+        synchronise(device)
+        return (time.perf_counter() - started) * 1e3
 
 
 def direction_call(prepared: Prepared, inputs: Inputs, direction: str) -> Callable[[], object]:
-    """The closure that is timed: a forward without gradients, or a backward of a forward done before."""
+    """The closure that is timed: a forward, or a backward of a forward done before; to be called in ``grad_mode``."""
     if direction == DIRECTIONS[0]:
-        import torch
-
-        def forward() -> object:
-            with torch.no_grad():
-                return prepared.forward(inputs).out
-
-        return forward
+        return lambda: prepared.forward(inputs).out
     saved = prepared.forward(inputs, save=True).saved
     return lambda: prepared.backward(inputs, saved)
+
+
+@contextlib.contextmanager
+def grad_mode(direction: str) -> Iterator[None]:
+    """Where a direction is timed: a forward without gradients.
+
+    It is entered around all calls, not in each one: that would take the host some microseconds, which are not the
+    implementation's.
+    """
+    import torch
+
+    with torch.set_grad_enabled(direction != DIRECTIONS[0]):
+        yield
 
 
 def _contestant(

@@ -84,8 +84,9 @@ class Measurement:
     the limits measured in the same run, ``vs_limit`` = limit_ms / time_ms_median. ``noise_fraction`` is half the way
     from p20 to p80 over the median. ``first_call_ms`` is the first in the process that checks, where an implementation
     before it may have started a library or built a plan that it shares. ``workspace_mib`` is scratch memory that the
-    implementation holds from ``prepare`` on, beyond ``peak_memory_mib`` of a call; None where it names none. ``notes``
-    say what a reader of a number must know, or why one is missing.
+    implementation holds from ``prepare`` on, beyond ``peak_memory_mib`` of a call; None where it names none.
+    ``wall_us_median`` is the host's time for one call of what ``prepare`` returned, on a GPU alone: it is not waited
+    for, and its queue is never full. ``notes`` say what a reader of a number must know, or why one is missing.
     """
 
     direction: str

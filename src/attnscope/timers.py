@@ -30,6 +30,7 @@ CPU_CACHE_BYTES = 64 * MIB  # where the machine does not say
 CPU_EVICT_MAX_BYTES = 512 * MIB
 BATCH_MS = 8.0
 MAX_BATCH = 400  # calls: two batches in flight must fit the launch queue (1,024 entries), else queueing one waits
+HOST_BATCH = 10  # calls between two waits: their launches must fit the queue, too
 STARVED_FRACTION = 0.1
 LEAST_STEADY = 4
 
@@ -242,10 +243,11 @@ class CudaTimer:
         return Sample(start.elapsed_time(end), held)
 
     def host_us(self, call: Call, repeats: int) -> float:
-        """Median host time of a call whose launches do not block: a few at a time, then wait."""
+        """Median host time of a call whose launches do not block: a few at a time, so that the queue is never full,
+        and between these a wait that is not timed."""
         times = []
         for index in range(repeats):
-            if index % 5 == 0:
+            if index % HOST_BATCH == 0:
                 self.synchronize()
             begin = time.perf_counter_ns()
             call()

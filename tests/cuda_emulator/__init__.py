@@ -21,22 +21,15 @@ from typing import Any
 
 from attnscope import cuda
 from attnscope.device import Device
-from attnscope.implementations.hopper_cuda import launching
+from driver_stand_in import Driver, HopperOnACpu, Launched, TensorMap
 
 HERE = Path(__file__).parent
 REPLACED = ("device.cuh", "tensor_core.cuh", "warpgroup.cuh", "copy_engine.cuh")
 HEADERS = Path(cuda.__file__).parent / "implementations" / "cuda_headers"
 
 
-class EmulatedDevice(Device):
-    """Claims to be a Hopper card; its tensors live on the CPU."""
-
-    @property
-    def torch_name(self) -> str:
-        return "cpu"
-
-
-DEVICE = EmulatedDevice("cuda", "emulated", capability=(9, 0), multiprocessors=1)
+DEVICE = HopperOnACpu("cuda", "emulated", capability=(9, 0), multiprocessors=1)
+HANDLES: dict[int, EmulatedKernel] = {}
 
 
 @dataclass
@@ -51,23 +44,26 @@ class EmulatedKernel:
     order: int = 0
 
     def launch(self, grid: tuple[int, ...], block: int, *args: Any, shared_bytes: int = 0) -> None:
-        gx, gy, gz = (*grid, 1, 1)[:3]
-        plain = [0 if isinstance(arg, EmulatedTensorMap) else arg for arg in args]
-        values = [arg if isinstance(arg, EmulatedTensorMap) else value
-                  for arg, value in zip(args, cuda.pack_arguments(tuple(plain))[0], strict=True)]  # fmt: skip
+        values, _ = cuda.pack_arguments(args)
         assert len(values) == len(self.types), f"{self.name} takes {len(self.types)} arguments, got {len(values)}"
         for value, kind, arg in zip(values, self.types, args, strict=True):
             if kind is ctypes.c_void_p:
-                assert hasattr(arg, "data_ptr") or isinstance(arg, ctypes.c_void_p), (
-                    f"{self.name}: a pointer is missing, got {value}"
-                )
-            elif kind is EmulatedTensorMap:
-                assert isinstance(arg, EmulatedTensorMap), f"{self.name}: a tensor map is missing, got {arg!r}"
+                assert hasattr(arg, "data_ptr"), f"{self.name}: a pointer is missing, got {value}"
             elif kind is ctypes.c_longlong:
                 assert isinstance(arg, ctypes.c_longlong), f"{self.name}: a 64-bit argument is missing, got {arg!r}"
             else:
                 assert not hasattr(arg, "data_ptr"), f"{self.name}: a number is missing, got a tensor"
                 assert isinstance(arg, float) == (kind is ctypes.c_float), f"{self.name}: {arg!r} for a {kind.__name__}"
+        self.run(grid, block, shared_bytes, values)
+
+    @property
+    def handle(self) -> int:
+        """What the stand-in for the driver knows it by."""
+        HANDLES[id(self)] = self
+        return id(self)
+
+    def run(self, grid: tuple[int, ...], block: int, shared_bytes: int, values: Any) -> None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
         self.launches += 1
         error = self.function(gx, gy, gz, block, shared_bytes, ORDER["value"], *values)
         assert error is None, f"{self.name}, grid {grid}, block {block}: {error.decode()}"
@@ -100,7 +96,7 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     for match in re.finditer(rf'extern "C" __global__ void\s+{attributes}(\w+)\(([^)]*)\)', text):
         name, parameters = match[1], [" ".join(p.split()) for p in match[2].split(",")]
         names = [re.search(r"(\w+)$", p)[1] for p in parameters]
-        types[name] = [_ctype(p) for p in parameters]
+        types[name] = [ctype_of(p) for p in parameters]
         wrappers.append(
             f'extern "C" const char* emulate_{name}(unsigned gx, unsigned gy, unsigned gz, unsigned threads, '
             f"size_t shared_bytes, int order, {', '.join(parameters)}) {{ return emulator_launch(gx, gy, gz, threads, "
@@ -119,20 +115,12 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     return ctypes.CDLL(str(library)), types
 
 
-class EmulatedTensorMap(ctypes.Structure):
-    """A tensor map as the emulator's copy_engine.cuh reads it; sizes and strides from the innermost axis on."""
-
-    _fields_ = (
-        ("address", ctypes.c_void_p), ("sizes", ctypes.c_ulonglong * 4), ("strides", ctypes.c_ulonglong * 3),
-        ("box", ctypes.c_uint * 4),
-    )  # fmt: skip
-
-
-def _ctype(parameter: str) -> Any:
+def ctype_of(parameter: str) -> Any:
+    """The type of a kernel's parameter, by its declaration."""
     if "*" in parameter:
         return ctypes.c_void_p
     kind = re.sub(r"\bconst\b|\b__grid_constant__\b", "", parameter).split()[0]
-    kinds = {"i64": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float, "TensorMap": EmulatedTensorMap}
+    kinds = {"i64": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float, "TensorMap": TensorMap}
     return kinds[kind]
 
 
@@ -167,20 +155,18 @@ def _expand(path: Path) -> str:
     return "\n".join(lines(path)).replace("BLOCK_REDUCTIONS", reductions)
 
 
-def encode_tensor_map(tensor: Any, dtype: str, rows: int, columns: int) -> EmulatedTensorMap:
-    """What hopper_cuda calls in place of :func:`launching.encode`, with the driver's rules."""
-    assert tensor.element_size() == 2 and dtype in ("bf16", "fp16")
-    sizes, strides = launching.map_sizes(tensor)
-    assert tensor.data_ptr() % 16 == 0 and all(0 < stride < 2**40 and stride % 16 == 0 for stride in strides)
-    assert all(0 < size <= 2**32 for size in sizes) and 0 < rows <= 256 and columns * 2 <= 128
-    found = EmulatedTensorMap(address=tensor.data_ptr())
-    found.sizes[:], found.strides[:], found.box[:] = sizes, strides, (columns, rows, 1, 1)
-    return found
+class Kernels(dict[int, tuple[list[Any], Any]]):
+    """The emulated kernels by handle, as the stand-in for the driver looks them up."""
+
+    def __missing__(self, handle: int) -> tuple[list[Any], Any]:
+        kernel = HANDLES[handle]
+
+        def run(launch: Launched) -> None:
+            kernel.run(launch.grid, launch.threads, launch.shared_bytes, launch.values)
+
+        return kernel.types, run
 
 
-def bind(
-    kernel: EmulatedKernel, device_index: int, grid: int, block: int, shared_bytes: int, args: tuple[Any, ...]
-) -> Any:
-    """What hopper_cuda calls in place of :func:`launching.bind`."""
-    del device_index
-    return lambda: kernel.launch((grid,), block, *args, shared_bytes=shared_bytes)
+def attach(driver: Driver) -> None:
+    """Let launches of the driver's stand-in run emulated kernels."""
+    driver.kernels = Kernels()

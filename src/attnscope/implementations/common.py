@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import math
 import os
 import re
 import shutil
@@ -19,8 +20,9 @@ from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from attnscope.device import Device
-from attnscope.implementation import Gradients
-from attnscope.inputs import Inputs, Tensor, unpack_qkv
+from attnscope.driver import Form
+from attnscope.implementation import Gradients, Output
+from attnscope.inputs import Inputs, Tensor, torch_dtype, unpack_qkv
 from attnscope.workload import Workload
 
 T = TypeVar("T")
@@ -133,6 +135,15 @@ def empty_like_inputs(w: Workload, dtype: Any, place: Any) -> tuple[Tensor, Tens
     return q, k, v
 
 
+def output_forms(w: Workload) -> tuple[Form, Form]:
+    """(shape, strides, dtype) of out ``(B, H, L, D_v)`` in the workload's layout and of lse ``(B, H, L)``, dense."""
+    import torch
+
+    row, head = (w.D_v, w.L * w.D_v) if w.layout == "bhld" else (w.H * w.D_v, w.D_v)
+    out = (w.B, w.H, w.L, w.D_v), (w.L * w.H * w.D_v, head, row, 1), torch_dtype(w.dtype)
+    return out, ((w.B, w.H, w.L), (w.H * w.L, w.L, 1), torch.float32)
+
+
 def empty_out(w: Workload, dtype: Any, place: Any) -> Tensor:
     """Unwritten (B, H, L, D_v) in the workload's layout."""
     return _empty(w, w.H, w.L, w.D_v, dtype, place)
@@ -144,6 +155,13 @@ def _empty(w: Workload, heads: int, length: int, dim: int, dtype: Any, place: An
     if w.layout == "bhld":
         return torch.empty(w.B, heads, length, dim, dtype=dtype, device=place)
     return torch.empty(w.B, length, heads, dim, dtype=dtype, device=place).transpose(1, 2)
+
+
+def nothing_seen(w: Workload, q: Tensor, sinks: Tensor | None = None) -> Output:
+    """What a forward without rows or without keys returns: zeros, and an lse of -inf or of the sinks alone."""
+    out = empty_out(w, q.dtype, q.device).zero_()
+    lse = out.new_full((w.B, w.H, w.L), -math.inf, dtype=output_forms(w)[1][2])
+    return Output(out, lse if sinks is None else lse.copy_(sinks[None, :, None].expand(lse.shape)))
 
 
 def compiler_reasons(device: Device) -> list[str]:

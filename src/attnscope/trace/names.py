@@ -156,6 +156,7 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"^triton_fused_attention_forward", "attnscope triton_fused", "fused attention", TENSOR_CORE,
                "its products are Triton's dot, on tensor cores for 16-bit operands and, as three TF32 products, fp32"),
     FamilyRule(r"^hopper_attention_decode_combine", "attnscope hopper", "fused attention", MEMORY, _COMBINES),
+    FamilyRule(r"^hopper_attention_mask_", "attnscope hopper", "fused attention", MEMORY, _HELPER),
     FamilyRule(r"^hopper_attention_", "attnscope hopper", "fused attention", TENSOR_CORE,
                "its products are wgmma or, for few query rows, mma: both run on tensor cores"),
     FamilyRule(r"^hopper_cuda_forward$", "attnscope hopper_cuda", "fused attention", TENSOR_CORE,

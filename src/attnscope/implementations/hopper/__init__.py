@@ -1,21 +1,22 @@
 """Stage 2: our own attention forward for compute capability 9.0, in Gluon: TMA, wgmma, specialised warps.
 
 Reads Inputs, writes Output. Must not import another implementation or a later stage. The kernel stands in
-``kernels.py``, what changed between releases of Triton in ``gluon_shim.py``, how it is launched in ``launching.py``,
-bool masks and biases in ``masked.py``, which configuration is compiled in ``configurations.py``; docs/concepts/hopper.md
-says how it works and which ideas won.
+``kernels.py``, what changed between releases of Triton in ``gluon_shim.py``, bool masks and biases in ``masked.py``,
+which configuration is compiled in ``configurations.py``; docs/concepts/hopper.md says how it works and which ideas won.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from attnscope import driver
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed, UsageError
 from attnscope.implementation import Gradients, Output, Prepared, Sheet, SheetImplementation
-from attnscope.implementations.hopper import configurations, decode, launching, schedules
+from attnscope.implementations.common import nothing_seen, output_forms
+from attnscope.implementations.hopper import configurations, decode, gluon_shim, schedules
 from attnscope.implementations.hopper.configurations import Configuration, block_of
 from attnscope.inputs import Inputs, Tensor, row_bounds
 from attnscope.units import DTYPE_BYTES
@@ -26,6 +27,8 @@ MAX_POSITIONS = 2**30  # L + S: positions, offsets and windows are 32 bits wide
 SECTION_BYTES = 32 * 2**20  # K and V of the heads that are walked together: they stay in the L2 cache
 LOG2_E = 1.4426950408889634
 WARPS = 4  # of a group
+MULTIPROCESSORS = 132  # where the device does not say
+OPTIONS = {"lengths": "lengths", "slopes": "alibi_slopes", "sinks": "sinks"}  # pointers that a call brings: in Inputs
 NO_BIAS, BIAS_TILE, BIAS_ROW, BIAS_COLUMN = range(4)  # kernels.py: how a bias is read
 
 
@@ -223,8 +226,6 @@ class Plan:
 
     def signature(self) -> dict[str, str]:
         """The type of each argument that is no constant, in the kernel's order."""
-        from attnscope.implementations.hopper import gluon_shim
-
         types = {
             f"{name}_desc": gluon_shim.descriptor_type(
                 self.dtype_of(name), (1, 1, *box), 8 * DTYPE_BYTES[self.dtype_of(name)]
@@ -238,19 +239,31 @@ class Plan:
 
     def compile(self) -> Any:
         """Machine code; no GPU is asked. Raises what Triton raises."""
-        from attnscope.implementations.hopper import gluon_shim, kernels
+        from attnscope.implementations.hopper import kernels
 
         kernel = kernels.load().hopper_attention_forward
         machine = gluon_shim.compile_kernel(kernel, self.signature(), self.constants(), WARPS)
-        wanted = launching.descriptor_parameters() * len(self.boxes()) + [8] * (1 + sum(self.pointers.values()))
+        wanted = gluon_shim.descriptor_parameters() * len(self.boxes()) + [8] * (1 + sum(self.pointers.values()))
         wanted += [8 if kind == "i64" else 4 for kind in self.scalar_types().values()]
-        wanted += [8, 8]  # Triton's own two last: scratch, which the kernel does not use
+        wanted += [ctypes.sizeof(value) for value in gluon_shim.scratch_values()]
         if machine.parameters() != wanted:
             raise PrepareFailed(
                 "this release of Triton passes arguments in another way than hopper does\n"
                 "hint: install a release that attnscope names as tested, 3.6.0"
             )
         return machine
+
+    def tables(self, device: Device, blocks: int) -> dict[str, Tensor]:
+        """What the workload alone fixes, in device memory: each row's sequence, and who works on which tiles."""
+        import torch
+
+        w, found = self.workload, {}
+        if w.packed is not None:  # apart from causal and window
+            bounds = row_bounds(w.replace(causal=None, window=None), device.torch_name)
+            found["starts"], found["ends"] = (bound[0].to(torch.int32).contiguous() for bound in bounds)
+        if self.scheduled:
+            found["order"] = torch.tensor(self.schedule(blocks), dtype=torch.int32, device=device.torch_name)
+        return found
 
     def scalars(self) -> list[Any]:
         """Values of the kernel's scalars, in its order, but a mask's and a bias's."""
@@ -268,90 +281,57 @@ class PreparedHopper:
     """The kernel with all that a workload fixes. It keeps nothing for a backward: there is none."""
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
-        import torch
-
         w = self.workload = workload
-        self.configuration, self.index = configuration, device.index
+        self.configuration = configuration
         self.plan = Plan(workload, configuration, device.multiprocessors or 0)
-        self.launcher: launching.Launcher | None = None
-        self.bounds: list[Tensor] = []
-        if self.plan.tiles == 0 or w.S == 0:
+        self.empty = self.plan.tiles == 0 or w.S == 0
+        if self.empty:
             return
-        self.launcher = launching.Launcher(self.plan.compile(), device.index)
-        properties = torch.cuda.get_device_properties(device.index)
         tiles = self.plan.tiles
-        self.blocks = min(tiles, properties.multi_processor_count) if configuration.persistent else tiles
-        if w.packed is not None:  # each row's sequence, apart from causal and window
-            bounds = row_bounds(w.replace(causal=None, window=None), device.torch_name)
-            self.bounds = [bound[0].to(torch.int32).contiguous() for bound in bounds]
-        self.order: list[Tensor] = []
-        if self.plan.scheduled:
-            self.order = [torch.tensor(self.plan.schedule(self.blocks), dtype=torch.int32, device=device.torch_name)]
+        blocks = min(tiles, device.multiprocessors or MULTIPROCESSORS) if configuration.persistent else tiles
+        machine = self.plan.compile()
+        handle = driver.load(machine.cubin, machine.name, machine.shared_bytes, device.index)
+        self.function = driver.Function(machine.name, handle, (blocks, 1, 1), machine.threads, machine.shared_bytes)
+        self.launches, self.fresh = driver.Launches(device.index), driver.Fresh(device.index, *output_forms(w))
+        self.options = [name for name in OPTIONS if self.plan.pointers[name]]
+        self.attributes = [OPTIONS[name] for name in self.options]
+        self.tables = self.plan.tables(device, blocks)
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
-        """out and lse. Inputs that TMA cannot read where they lie are copied first."""
-        import torch
-
+        """out and lse, fresh each call. Inputs that TMA cannot read where they lie are copied first."""
         del save
-        w, q, k, v = self.workload, inputs.q, inputs.k, inputs.v
-        if w.layout == "bhld":
-            out = q.new_empty((w.B, w.H, w.L, w.D_v))
-        else:
-            out = q.new_empty((w.B, w.L, w.H, w.D_v)).transpose(1, 2)
-        lse = q.new_empty((w.B, w.H, w.L), dtype=torch.float32)
-        launcher = self.launcher
-        if launcher is None:
-            return _without_keys(out, lse, inputs.sinks)
-        pointers = self._pointers(inputs)
-        key = (
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-            q.stride(), k.stride(), v.stride(), *pointers,
-        )  # fmt: skip
-        arguments = launcher.kept.get(key)
-        if arguments is None:
-            q, k, v = (
-                t if launching.readable(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)
-            )
-            arguments = self._arguments(q, k, v, out, lse, pointers)
-            if q is inputs.q and k is inputs.k and v is inputs.v:
-                launcher.keep(key, arguments)
-        if torch._C._cuda_getDevice() == self.index:
-            launcher.launch(self.blocks, torch._C._cuda_getCurrentRawStream(self.index), arguments)
-        else:
-            with torch.cuda.device(self.index):
-                launcher.launch(self.blocks, torch._C._cuda_getCurrentRawStream(self.index), arguments)
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if self.empty:
+            return nothing_seen(self.workload, q, inputs.sinks)
+        out, lse, *between = self.fresh()
+        others = [*between, *[getattr(inputs, name) for name in self.attributes]]
+        if not self.launches.replay(driver.launch_key(q, k, v, out, lse, others)):
+            self._start(q, k, v, out, lse, others)
         return Output(out, lse)
+
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, others: list[Tensor]) -> None:
+        """Queue the kernel of a call that was not seen before. ``others``: the options."""
+        q, k, v = (driver.as_readable(tensor) for tensor in (q, k, v))
+        options = [option.contiguous() for option in others]
+        found = dict(zip(self.options, options, strict=True)) | self.tables
+        places = {name: tensor.data_ptr() for name, tensor in ({"lse": lse} | found).items()}
+        arguments = self._arguments({"q": q, "k": k, "v": v, "o": out}, places, self.plan.scalars())
+        self.launches.start(driver.launch_key(q, k, v, out, lse, options), (self.function, arguments))
 
     def backward(self, inputs: Inputs, saved: Any) -> Gradients:
         """There is none, as the sheet says."""
         raise UsageError("hopper has no backward\nhint: triton_fused has one")
 
-    def _pointers(self, inputs: Inputs) -> list[int]:
-        """Addresses of the options that the workload has, in the kernel's order."""
-        found = []
-        if self.workload.lengths is not None:
-            found.append(inputs.lengths)
-        found += self.bounds
-        found += [option for option in (inputs.alibi_slopes, inputs.sinks) if option is not None]
-        return [option.data_ptr() for option in [*found, *self.order]]
-
-    def _arguments(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pointers: list[int]
-    ) -> launching.Arguments:
-        assert self.launcher is not None
-        boxes, dtype = self.plan.boxes(), self.workload.dtype
+    def _arguments(self, tensors: dict[str, Tensor], places: dict[str, int], scalars: list[Any]) -> list[Any]:
+        """What the kernel takes, in its order, as ctypes: ``tensors`` by descriptor, ``places`` of all else."""
         values: list[Any] = []
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
-            rows, columns = boxes[name]
-            box = (rows, min(columns, 64))  # a row of 128 bytes is the most that one swizzled box holds
-            values += launching.described(self.launcher.descriptor(tensor, dtype, box))
-        values += [ctypes.c_uint64(address) for address in (lse.data_ptr(), *pointers)]
-        return launching.Arguments([*values, *self.plan.scalars(), ctypes.c_uint64(0), ctypes.c_uint64(0)])
+        for name, (rows, columns) in self.plan.boxes().items():
+            box = (rows, min(columns, 128 // tensors[name].element_size()))  # the most that one swizzled box holds
+            values += gluon_shim.descriptor_values(driver.tensor_map(tensors[name], self.plan.dtype_of(name), box))
+        names = ["lse", *(name for name, there in self.plan.pointers.items() if there)]
+        return kernel_arguments([places[name] for name in names], scalars, values)
 
 
-def _without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Output:
-    """Where there are no keys (or no rows): zeros, and an lse of -inf or of the sink alone."""
-    lse.fill_(float("-inf"))
-    if sinks is not None:
-        lse.copy_(sinks[None, :, None].expand(lse.shape))
-    return Output(out.zero_(), lse)
+def kernel_arguments(places: Sequence[int], scalars: Sequence[Any], descriptors: Sequence[Any] = ()) -> list[Any]:
+    """What a kernel that Triton compiled takes, as ctypes: descriptors, addresses, scalars, and Triton's own two."""
+    return [*descriptors, *(ctypes.c_uint64(place) for place in places), *scalars, *gluon_shim.scratch_values()]

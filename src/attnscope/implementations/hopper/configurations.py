@@ -23,6 +23,7 @@ from attnscope.workload import Workload
 GROUP_ROWS = 64  # query rows of a group of 128 threads
 LEAST_KEYS = 64  # keys of a tile, at the least
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
+GEOMETRY = frozenset({"causal_top_left", "causal_bottom_right", "window", "lengths", "packed"})
 LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
 
 
@@ -97,11 +98,14 @@ def tuning_class(workload: Workload) -> str:
 
 
 def _mask_of(w: Workload) -> str:
-    """The word of a class: a bias's size, a bool mask, or what geometry hides."""
+    """The word of a class: a bias's size, a bool mask, one of them beside what needs registers too, or geometry."""
+    more = w.alibi or w.sinks or w.softcap is not None
     if w.bias is not None:
-        return "bias32" if w.bias == "fp32" else "bias16"
-    words = {"mask": w.mask, "window": w.window, "causal": w.causal}
-    return next((word for word, value in words.items() if value is not None), "full")
+        alone = w.mask is None and not more and not w.features & GEOMETRY
+        return "mixed" if not alone else "bias32" if w.bias == "fp32" else "bias16"
+    if w.mask is not None:
+        return "mixed" if more else "mask"
+    return "window" if w.window is not None else "causal" if w.causal is not None else "full"
 
 
 def user_table_path() -> Path:
@@ -170,7 +174,7 @@ _THREE = {"slots": 8, "q_slots": 2, "groups": 3, "producer_registers": 32, "cons
 _TWO = {"slots": 8, "q_slots": 2}
 _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
-_ALONE = {"persistent": False, "balanced": False}  # the card deals tiles, for nobody knows what a bool mask leaves of one
+_ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
@@ -205,11 +209,16 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
         128: [_ALONE | {"slots": 6}, _ALONE | {"slots": 6, "pingpong": False}, _USUAL],
         256: [_WIDE | _ALONE, _WIDE],
     },
+    "mixed": {
+        64: [_TWO | {"slots": 6}, _TWO | {"slots": 6, "pingpong": False}],
+        128: [{"slots": 4}, {"slots": 4, "pingpong": False}],
+        256: [_WIDE | {"slots": 4}],
+    },
     "bias16": {
         64: [
-            _THREE | {"slots": 6, "q_slots": 1, "bias_slots": 2},
-            _THREE | {"slots": 6},
-            _THREE | {"slots": 6, "pingpong": False},
+            _THREE | {"slots": 6, "q_slots": 1, "lazy_sum": False},
+            _THREE | {"slots": 6, "q_slots": 1, "pingpong": False},
+            _THREE | {"q_slots": 1, "keys": 64, "bias_slots": 2},
             _TWO | {"slots": 6, "bias_slots": 2},
         ],
         128: [

@@ -12,16 +12,17 @@ Triton's interpreter, for tests alone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnscope import driver
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed, UsageError
 from attnscope.implementation import FEATURES, Gradients, Output
-from attnscope.implementations.common import empty_like_inputs
-from attnscope.implementations.hopper import launching
-from attnscope.implementations.hopper.gluon_shim import Machine
+from attnscope.implementations.common import empty_like_inputs, nothing_seen, output_forms
+from attnscope.implementations.hopper.gluon_shim import Machine, scratch_values
 from attnscope.inputs import Inputs, Tensor, torch_dtype
 from attnscope.workload import Workload
 
@@ -37,7 +38,7 @@ COMBINE_ELEMENTS = 8192  # of parts that the second kernel has in its registers 
 LOG2_E = 1.4426950408889634
 
 
-Launch = Callable[..., None]
+Bound = Callable[..., tuple[Any, Sequence[Any]]]
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,11 @@ def load_kernels() -> Any:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls of one set of strides share: the launches, each a function of its tensors."""
+    """What calls of one set of strides share: each kernel as a function of its tensors, that says what to launch with
+    which arguments."""
 
-    decode: Launch
-    combine: Launch | None
+    decode: Bound
+    combine: Bound | None
 
 
 class DecodeKernel:
@@ -178,11 +180,13 @@ class DecodeKernel:
         self._kernels = load_kernels()
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._on_cuda = device.kind == "cuda"
-        rows = w.B * w.H * w.L
-        self._parts = rows * self.splits * (w.D_v + 1) if self.splits > 1 else 0
-        row, head = (w.H * w.D_v, w.D_v) if w.layout != "bhld" else (w.D_v, w.L * w.D_v)
-        self._out_shape, self._out_strides = (w.B, w.H, w.L, w.D_v), (w.L * w.H * w.D_v, head, row, 1)
-        self._lse_shape = w.B, w.H, w.L
+        out, lse = output_forms(w)
+        parts = (w.B * w.H * w.L * self.splits * (w.D_v + 1),), (1,), lse[2]
+        forms, self._out_strides = (out, lse, parts) if self.splits > 1 else (out, lse), out[1]
+        self.launches = driver.Launches(device.index) if self._on_cuda else _Interpreted()
+        self.fresh = driver.Fresh(device.index, *forms) if self._on_cuda else _interpreted_fresh(forms)
+        options = {"lengths": w.lengths is not None, "alibi_slopes": w.alibi, "sinks": w.sinks}
+        self._options = [name for name, there in options.items() if there]
 
     def compile(self) -> None:
         """Compiles and loads what tensors of the workload's own layout need."""
@@ -195,28 +199,28 @@ class DecodeKernel:
         q, k and v are read in place where their rows lie whole and begin at multiples of 16 bytes, as they do in every
         layout of a workload; an odd view is copied first.
         """
-        import torch
-
         del save
         q, k, v = inputs.q, inputs.k, inputs.v
-        float32, place = torch.float32, q.device
-        out = torch.empty_strided(self._out_shape, self._out_strides, dtype=q.dtype, device=place)
-        lse = torch.empty(self._lse_shape, dtype=float32, device=place)
         if 0 in self.grid:
-            return Output(out, lse)
-        strides = q.stride(), k.stride(), v.stride()
-        plan = self._plans.get(strides)
-        if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-            q, k, v = (tensor if is_readable(tensor, self.tile.keys) else _copied(tensor) for tensor in (q, k, v))
-            plan = self._plan_for(q.stride(), k.stride(), v.stride())
-        sinks, options = inputs.sinks, (inputs.lengths, inputs.alibi_slopes)
-        if plan.combine is None:
-            plan.decode(q, k, v, out, lse, lse, *options, sinks)
-        else:
-            parts = torch.empty(self._parts, dtype=float32, device=place)
-            plan.decode(q, k, v, out, lse, parts, *options, sinks)
-            plan.combine(parts, out, lse, sinks)
+            return nothing_seen(self.workload, q, inputs.sinks)
+        out, lse, *parts = self.fresh()
+        others = [*parts, *[getattr(inputs, name) for name in self._options]]
+        if not self.launches.replay(driver.launch_key(q, k, v, out, lse, others)):
+            self._start(q, k, v, out, lse, others)
         return Output(out, lse)
+
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, others: list[Tensor]) -> None:
+        """Queue the kernels of a call that was not seen before. ``others``: parts of split keys, then the options."""
+        q, k, v = (t if is_readable(t, self.tile.keys) else driver.copied(t) for t in (q, k, v))
+        others = [other.contiguous() for other in others]
+        given = dict(zip([*["parts"] * (self.splits > 1), *self._options], others, strict=True))
+        lengths, slopes, sinks = (given.get(name) for name in ("lengths", "alibi_slopes", "sinks"))
+        parts = given.get("parts", lse)  # without splits the kernel has none, but takes an address
+        plan = self._plan_for(q.stride(), k.stride(), v.stride())
+        calls = [plan.decode(q, k, v, out, lse, parts, lengths, slopes, sinks)]
+        if plan.combine is not None:
+            calls.append(plan.combine(parts, out, lse, sinks))
+        self.launches.start(driver.launch_key(q, k, v, out, lse, others), *calls)
 
     def backward(self, inputs: Inputs, saved: Any) -> Gradients:
         """There is none, as the sheet says."""
@@ -226,11 +230,11 @@ class DecodeKernel:
         """The plan of these strides of q, k and v, made where there is none; compiles."""
         plan = self._plans.get(strides)
         if plan is None:
-            plan = _Plan(self._decode_launch(strides), self._combine_launch() if self.splits > 1 else None)
+            plan = _Plan(self._decode_bound(strides), self._combine_bound() if self.splits > 1 else None)
             self._plans[strides] = plan
         return plan
 
-    def _decode_launch(self, strides: tuple[tuple[int, ...], ...]) -> Launch:
+    def _decode_bound(self, strides: tuple[tuple[int, ...], ...]) -> Bound:
         w, tile = self.workload, self.tile
         plain = w.softcap is None and not w.alibi
         window = min(w.window or 0, w.L + w.S)  # a wider one hides nothing, and might not fit in 32 bits
@@ -250,9 +254,9 @@ class DecodeKernel:
             "int32" if w.lengths is not None else "", "float32" if w.alibi else "", "float32" if w.sinks else ""
         ]  # fmt: skip
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        return self._launch("hopper_attention_decode", self.grid, pointers, numbers, constants, options)
+        return self._bound("hopper_attention_decode", self.grid, pointers, numbers, constants, options)
 
-    def _combine_launch(self) -> Launch:
+    def _combine_bound(self) -> Bound:
         w, block = self.workload, _block(self.workload.D_v)
         splits = _power_of_2(self.splits)
         numbers = [w.L, self.splits, *(stride // VECTOR for stride in self._out_strides[:3])]
@@ -263,37 +267,25 @@ class DecodeKernel:
         pointers = ["float32", "data", "float32", "float32" if w.sinks else ""]
         options = {"num_warps": 4, "num_stages": 1}
         grid = w.L * w.group, w.H_kv, w.B
-        return self._launch("hopper_attention_decode_combine", grid, pointers, numbers, constants, options)
+        return self._bound("hopper_attention_decode_combine", grid, pointers, numbers, constants, options)
 
-    def _launch(
+    def _bound(
         self, name: str, grid: tuple[int, int, int], pointers: list[str], numbers: list[Any],
         constants: dict[str, Any], options: dict[str, Any],
-    ) -> Launch:  # fmt: skip
-        """A function of the kernel's tensors that launches it with all else; compiles and loads it on a card.
+    ) -> Bound:  # fmt: skip
+        """The kernel as a function of its tensors; compiles and loads it on a card.
 
         The machine code is launched past Triton, which would look at each of some forty arguments in each call.
         """
         kernel = getattr(self._kernels, name)
         if not self._on_cuda:
-            return lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
+            return lambda *tensors: (functools.partial(kernel[grid], **constants), [*tensors, *numbers])
         dtypes = [self._torch_dtype(pointer) for pointer in pointers]
         compiled = kernel.warmup(*dtypes, *numbers, grid=grid, **constants, **options)
         given = zip(compiled.src.signature.items(), [*pointers, *numbers], strict=False)
         values = [_argument(kind, value) for (_, kind), value in given if kind != "constexpr"]
-        launcher, index = load_machine(compiled, values, self.device.index), self.device.index
-
-        def launch(*tensors: Tensor | None) -> None:
-            import torch
-
-            key = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-            arguments = launcher.kept.get(key) or launcher.keep(key, _arguments(key, values))
-            if torch._C._cuda_getDevice() == index:
-                launcher.launch(grid[0], torch._C._cuda_getCurrentRawStream(index), arguments, grid[1], grid[2])
-            else:
-                with torch.cuda.device(index):
-                    launcher.launch(grid[0], torch._C._cuda_getCurrentRawStream(index), arguments, grid[1], grid[2])
-
-        return launch
+        function = load_machine(compiled, values, grid, self.device.index)
+        return lambda *tensors: (function, _arguments(tensors, values))
 
     def _torch_dtype(self, pointer: str) -> Any:
         import torch
@@ -307,7 +299,7 @@ def machine_of(compiled: Any, values: list[Any]) -> Machine:
     """What Triton compiled. Raises PrepareFailed where its parameters are not ``values`` and two of scratch."""
     found = compiled.metadata
     machine = Machine(found.name, compiled.asm["cubin"], 32 * found.num_warps, found.shared, compiled.asm["ptx"])
-    if machine.parameters() != [ctypes.sizeof(value) for value in values] + [8, 8]:
+    if machine.parameters() != [ctypes.sizeof(value) for value in [*values, *scratch_values()]]:
         raise PrepareFailed(
             "this release of Triton passes arguments in another way than hopper does\n"
             "hint: install a release that attnscope names as tested, 3.6.0"
@@ -315,9 +307,11 @@ def machine_of(compiled: Any, values: list[Any]) -> Machine:
     return machine
 
 
-def load_machine(compiled: Any, values: list[Any], index: int) -> launching.Launcher:
-    """The machine code on the card of that index. Raises PrepareFailed."""
-    return launching.Launcher(machine_of(compiled, values), index)
+def load_machine(compiled: Any, values: list[Any], grid: tuple[int, int, int], device_index: int) -> driver.Function:
+    """The machine code on the card of that index, to be launched on ``grid``. Raises PrepareFailed."""
+    machine = machine_of(compiled, values)
+    handle = driver.load(machine.cubin, machine.name, machine.shared_bytes, device_index)
+    return driver.Function(machine.name, handle, grid, machine.threads, machine.shared_bytes)
 
 
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
@@ -328,10 +322,32 @@ def _argument(kind: str, value: Any) -> Any:
     return ctypes.c_uint64(0) if kind.startswith("*") else _SCALARS[kind](value)
 
 
-def _arguments(addresses: tuple[int, ...], values: list[Any]) -> launching.Arguments:
-    """What one launch passes: pointers come first in both kernels, then numbers, then Triton's two of scratch."""
-    pointers = [ctypes.c_uint64(address) for address in addresses]
-    return launching.Arguments([*pointers, *values[len(pointers) :], ctypes.c_uint64(0), ctypes.c_uint64(0)])
+def _arguments(tensors: Sequence[Tensor | None], values: list[Any]) -> list[Any]:
+    """What one launch passes: pointers come first in both kernels, then numbers, then Triton's own."""
+    pointers = [ctypes.c_uint64(tensor.data_ptr()) for tensor in tensors if tensor is not None]
+    return [*pointers, *values[len(pointers) :], *scratch_values()]
+
+
+class _Interpreted:
+    """Stands where ``driver.Launches`` does, in Triton's interpreter: nothing is kept."""
+
+    def replay(self, key: Hashable) -> bool:
+        """There is nothing to be queued again."""
+        del key
+        return False
+
+    def start(self, key: Hashable, *calls: tuple[Callable[..., Any], Sequence[Any]]) -> None:
+        """Run kernels with their arguments, one after the other."""
+        del key
+        for kernel, arguments in calls:
+            kernel(*arguments)
+
+
+def _interpreted_fresh(forms: Sequence[driver.Form]) -> Callable[[], list[Tensor]]:
+    """Stands where ``driver.Fresh`` does, in Triton's interpreter."""
+    import torch
+
+    return lambda: [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in forms]
 
 
 def is_readable(tensor: Tensor, keys: int) -> bool:
@@ -343,12 +359,6 @@ def is_readable(tensor: Tensor, keys: int) -> bool:
         and all(stride % VECTOR == 0 for stride in strides)
         and tensor.stride(2) * keys < 2**31
     )
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    import torch
-
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _block(dim: int) -> int:

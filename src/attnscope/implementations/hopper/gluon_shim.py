@@ -2,17 +2,20 @@
 """Stage 2: every call of Gluon that changed between releases of Triton, under one name each.
 
 Reads an installed Triton (3.6.0 to 3.9.0 are tested), writes the names that ``kernels.py`` is written in and the
-machine code that ``launching.py`` launches. Imports triton only inside functions. Must not import another
-implementation or a later stage.
+machine code and parameters that ``attnscope.driver`` launches. Imports triton only inside functions. Must not import
+another implementation or a later stage.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
+
+from attnscope.driver import MAP_BYTES, RANK
 
 TARGET = 90  # compute capability 9.0: what the kernels are written for
 GLUON = "triton.experimental.gluon"
@@ -74,6 +77,22 @@ def tile_layout(bits: int, rank: int) -> Any:
 def descriptor_type(dtype: str, block: tuple[int, ...], bits: int = 16) -> str:
     """How a signature spells a TMA descriptor of tiles of ``block``."""
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{tile_layout(bits, len(block))!r}>"
+
+
+def descriptor_parameters() -> list[int]:
+    """Bytes of the parameters that one descriptor is to the compiler: the tensor map, then sizes, then strides."""
+    return [MAP_BYTES] + [4] * RANK + [8] * RANK
+
+
+def descriptor_values(tensor_map: Any) -> list[Any]:
+    """A tensor map as these parameters; the kernels read sizes and strides from the map alone."""
+    zero = ctypes.c_uint64(0)
+    return [tensor_map] + [zero] * (2 * RANK)
+
+
+def scratch_values() -> list[Any]:
+    """Triton's own two last parameters, global and profile scratch, which no kernel here uses."""
+    return [ctypes.c_uint64(0), ctypes.c_uint64(0)]
 
 
 def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Machine:

@@ -197,7 +197,11 @@ def _list_of(lists, b, h, tile, mask_sizes):
     """(number of a tile of rows' list, where it begins): how many tiles of keys, then each."""
     list_batch, list_head, list_step, _words_step = mask_sizes
     number = b * list_batch + h * list_head + tile
-    return number, lists + gl.cast(number, gl.int64) * list_step
+    listed = gl.inline_asm_elementwise(  # else addresses beside it are kept in registers for good
+        "mov.b64 $0, $1;", "=l,l", [lists + gl.cast(number, gl.int64) * list_step], dtype=lists.dtype, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    return number, listed
 
 
 @_device
@@ -375,8 +379,11 @@ def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scal
 
 @_device
 def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr):
-    """What is added to the tile ``s`` of scores from key ``key`` on: a tile of the group's ring (1), of shape (64, KEYS), a row
-    of the bias (2), (1, KEYS), or a column of it (3), (64, 1), which is at hand."""
+    """What is added to the tile ``s`` of scores from key ``key`` on, natural.
+
+    That is a tile of the group's ring (BIAS 1), of shape (64, KEYS), a row of the bias (2), (1, KEYS), or a column of
+    it (3), (64, 1), which is at hand.
+    """
     KEYS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     if BIAS == 1:
@@ -399,8 +406,7 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
 
 @_device
 def _words_of(words, entry, zero):
-    """The bits of the tile of keys that ``entry`` names: (64, 4) int32; ``words`` are the group's rows'; None: no mask.
-    """
+    """The bits, (64, 4) int32, of the tile of keys that ``entry`` names, of the group's ``words``; None: no mask."""
     found = None
     if words is not None:
         ROWS: gl.constexpr = zero.shape[0]
@@ -597,6 +603,10 @@ def _consumer(
         low = None
         high = None
         if MASKED:
+            if BIAS:  # else comparisons are kept in registers from one tile to the next, and those are short
+                length = gl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [length], dtype=gl.int32, is_pure=False, pack=1
+                )
             lower, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
             if WINDOWED or starts is not None:
                 low = lower

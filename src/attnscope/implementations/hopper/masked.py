@@ -8,20 +8,27 @@ replays of any graphs may overlap. A bias goes to the kernel as it is.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Sequence
 from typing import Any
 
+from attnscope import driver
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed
-from attnscope.implementation import Output
-from attnscope.implementations.hopper import BIAS_COLUMN, BIAS_TILE, NO_BIAS, WARPS, Plan, PreparedHopper, launching
+from attnscope.implementations.common import output_forms
+from attnscope.implementations.hopper import (
+    BIAS_COLUMN,
+    BIAS_TILE,
+    NO_BIAS,
+    WARPS,
+    Plan,
+    PreparedHopper,
+    kernel_arguments,
+)  # fmt: skip
 from attnscope.implementations.hopper.configurations import GROUP_ROWS, Configuration
-from attnscope.inputs import Inputs, Tensor
+from attnscope.inputs import Tensor
 from attnscope.workload import Workload
 
 WORDS_A_TILE = GROUP_ROWS * 4  # 32 bits each: kernels.py's _hide_by_words
 LIST_CHUNK = 64  # tiles of keys that are ranked at a time
-Launches = list[tuple[Any, int, launching.Arguments]]  # (launcher, blocks, arguments), in order
 
 
 class MaskPlan:
@@ -105,7 +112,7 @@ def bias_arguments(bias: Tensor, plan: Plan) -> tuple[Tensor, list[Any]]:
         for dim in (0, 1):
             if bias.stride(dim) == 0 and bias.shape[dim] > 1:
                 bias = bias.narrow(dim, 0, 1)
-        if not launching.readable(bias):
+        if not driver.readable(bias):
             bias = _padded(bias)
         return bias, [ctypes.c_int32(int(size > 1)) for size in bias.shape[:2]]
     w = plan.workload
@@ -126,112 +133,56 @@ class PreparedMasked(PreparedHopper):
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
         super().__init__(workload, device, configuration)
-        self.masks: MaskPlan | None = None
-        self.in_front: list[launching.Launcher] = []
-        self.calls: dict[Hashable, Launches] = {}
-        if self.launcher is None or workload.mask is None:
+        if self.empty:
             return
+        brought = [name for name in ("mask", "bias") if getattr(workload, name) is not None]
+        self.options, self.attributes = [*self.options, *brought], [*self.attributes, *brought]
+        self.masks: MaskPlan | None = None
+        if workload.mask is None:
+            return
+        import torch
+
         self.masks = MaskPlan(self.plan)
-        self.workspace_bytes = 4 * self.masks.offsets[-1]
-        self.in_front = [launching.Launcher(machine, device.index) for machine in self.masks.compile()]
+        elements = self.masks.offsets[-1]
+        self.workspace_bytes = 4 * elements
+        self.fresh = driver.Fresh(device.index, *output_forms(workload), ((elements,), (1,), torch.int32))
+        self.in_front = [
+            driver.Function(
+                machine.name, driver.load(machine.cubin, machine.name, machine.shared_bytes, device.index),
+                (blocks, 1, 1), machine.threads, machine.shared_bytes,
+            )
+            for machine, blocks in zip(self.masks.compile(), (self.masks.tiles, self.masks.lists), strict=True)
+        ]  # fmt: skip
 
-    def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
-        """out and lse. Inputs that TMA cannot read where they lie are copied first."""
-        import torch
-
-        if self.launcher is None:
-            return super().forward(inputs, save=save)
-        if torch._C._cuda_getDevice() != self.index:
-            with torch.cuda.device(self.index):
-                return self._forward(inputs)
-        return self._forward(inputs)
-
-    def _forward(self, inputs: Inputs) -> Output:
-        import torch
-
-        w, q = self.workload, inputs.q
-        if w.layout == "bhld":
-            out = q.new_empty((w.B, w.H, w.L, w.D_v))
-        else:
-            out = q.new_empty((w.B, w.L, w.H, w.D_v)).transpose(1, 2)
-        lse = q.new_empty((w.B, w.H, w.L), dtype=torch.float32)
-        tensors = {
-            "q": q, "k": inputs.k, "v": inputs.v, "o": out, "lse": lse, "mask": inputs.mask, "bias": inputs.bias,
-            "lengths": inputs.lengths, "slopes": inputs.alibi_slopes, "sinks": inputs.sinks,
-        }  # fmt: skip
-        if self.masks is not None:
-            tensors["between"] = torch.empty(self.masks.offsets[-1], dtype=torch.int32, device=q.device)
-        key = tuple([(t.data_ptr(), t.stride()) for t in tensors.values() if t is not None])
-        launches = self.calls.get(key)
-        copies: list[Tensor] = []
-        if launches is None:
-            launches, copies = self._launches(tensors)
-            if not copies:
-                self._keep(key, launches)
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        for launcher, blocks, arguments in launches:
-            launcher.launch(blocks, stream, arguments)
-        del copies  # only now: what is queued reads them before whatever takes their place is queued
-        return Output(out, lse)
-
-    def _keep(self, key: Hashable, launches: Launches) -> None:
-        if len(self.calls) >= launching.KEPT:
-            self.calls.pop(next(iter(self.calls), None), None)
-        self.calls[key] = launches
-
-    def _launches(self, tensors: dict[str, Any]) -> tuple[Launches, list[Tensor]]:
-        """The kernels of a call, and the tensors that had to be copied for TMA to read them."""
-        import torch
-
-        found: Launches = []
-        given = {name: tensors[name] for name in ("q", "k", "v")}
-        read = {
-            name: t if launching.readable(t) else t.clone(memory_format=torch.contiguous_format)
-            for name, t in given.items()
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, others: list[Tensor]) -> None:
+        """Queue the kernels of a call that was not seen before. ``others``: the memory between them, where there is a
+        mask, then the options. What had to be copied for TMA lives until they are queued."""
+        names = [*["between"] * (self.masks is not None), *self.options]
+        given = {
+            name: tensor if name in ("mask", "bias") else tensor.contiguous()
+            for name, tensor in zip(names, others, strict=True)
         }
-        copies = [tensor for name, tensor in read.items() if tensor is not given[name]]
-        read["o"] = tensors["o"]
-        names = ("mask", "lse", "lengths", "slopes", "sinks")
-        places = {name: tensors[name].data_ptr() for name in names if tensors[name] is not None}
-        places |= zip(("starts", "ends"), (bound.data_ptr() for bound in self.bounds), strict=False)
-        places |= {"order": order.data_ptr() for order in self.order}
-        scalars = self.plan.scalars()
+        scalars, calls = self.plan.scalars(), []
+        read = {name: driver.as_readable(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))} | {"o": out}
+        told: list[Any] = []
+        if self.plan.bias_kind != NO_BIAS:
+            given["bias"], told = bias_arguments(given["bias"], self.plan)
+            read["bias"] = given["bias"]
+        places = {name: tensor.data_ptr() for name, tensor in ({"lse": lse} | given | self.tables).items()}
         if self.masks is not None:
             lists, kinds, _ = self.masks.offsets
             for name, offset in (("words", 0), ("lists", lists), ("kinds", kinds)):
-                places[name] = tensors["between"].data_ptr() + 4 * offset
-            found += self._in_front(tensors["mask"], places)
+                places[name] = places["between"] + 4 * offset
+            calls += self._in_front(given["mask"], places)
             scalars += self.masks.scalars()
-        if self.plan.bias_kind != NO_BIAS:
-            read["bias"], told = bias_arguments(tensors["bias"], self.plan)
-            copies += [read["bias"]] if read["bias"].data_ptr() != tensors["bias"].data_ptr() else []
-            places["bias"] = read["bias"].data_ptr()
-            scalars += told
-        return [*found, (self.launcher, self.blocks, self._attention(read, places, scalars))], copies
+        calls.append((self.function, self._arguments(read, places, [*scalars, *told])))
+        self.launches.start(driver.launch_key(read["q"], read["k"], read["v"], out, lse, list(given.values())), *calls)
 
-    def _in_front(self, mask: Tensor, places: dict[str, int]) -> Launches:
+    def _in_front(self, mask: Tensor, places: dict[str, int]) -> list[tuple[driver.Function, list[Any]]]:
         """The two kernels that read the mask."""
         assert self.masks is not None
         names = ["mask", "words", "kinds", *(name for name, there in self.masks.pointers.items() if there)]
-        words = _arguments([places[name] for name in names], self.masks.words_scalars(mask))
-        lists = _arguments([places["kinds"], places["lists"]], [ctypes.c_int32(self.masks.key_tiles)])
-        first, second = self.in_front
-        return [(first, self.masks.tiles, words), (second, self.masks.lists, lists)]
-
-    def _attention(
-        self, tensors: dict[str, Tensor], places: dict[str, int], scalars: list[Any]
-    ) -> launching.Arguments:
-        assert self.launcher is not None
-        descriptors: list[Any] = []
-        for name, (rows, columns) in self.plan.boxes().items():
-            box = (rows, min(columns, 128 // tensors[name].element_size()))  # the most that a swizzled box holds
-            made = self.launcher.descriptor(tensors[name], self.plan.dtype_of(name), box)
-            descriptors += launching.described(made)
-        names = ["lse", *(name for name, there in self.plan.pointers.items() if there)]
-        return _arguments([places[name] for name in names], scalars, descriptors)
-
-
-def _arguments(places: list[int], scalars: list[Any], descriptors: Sequence[Any] = ()) -> launching.Arguments:
-    """What one launch passes: descriptors, pointers, scalars, and Triton's own two, which no kernel uses."""
-    pointers = [ctypes.c_uint64(place) for place in places]
-    return launching.Arguments([*descriptors, *pointers, *scalars, ctypes.c_uint64(0), ctypes.c_uint64(0)])
+        words = kernel_arguments([places[name] for name in names], self.masks.words_scalars(mask))
+        key_tiles = ctypes.c_int32(self.masks.key_tiles)
+        lists = kernel_arguments([places["kinds"], places["lists"]], [key_tiles])
+        return list(zip(self.in_front, (words, lists), strict=True))

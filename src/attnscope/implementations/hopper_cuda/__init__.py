@@ -2,24 +2,21 @@
 
 Reads Inputs, writes Output. Must not import another implementation or a later stage; imports torch only inside
 functions. The kernel stands in ``forward.cu``, what it may be compiled with in ``configurations.py``, which block
-computes what in ``scheduling.py``, what the driver is asked for in ``launching.py``; docs/concepts/hopper_cuda.md
-tells why it is built this way.
+computes what in ``scheduling.py``; docs/concepts/hopper_cuda.md tells why it is built this way.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attnscope import cuda
+from attnscope import cuda, driver
 from attnscope.device import Device
 from attnscope.errors import UsageError
 from attnscope.implementation import Output, Sheet, SheetImplementation
-from attnscope.implementations.common import empty_out
-from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
+from attnscope.implementations.common import nothing_seen, output_forms
+from attnscope.implementations.hopper_cuda import configurations, scheduling
 from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div
 from attnscope.inputs import Inputs, Tensor
 from attnscope.workload import Workload
@@ -29,7 +26,6 @@ KERNEL = "hopper_cuda_forward"
 MAX_LENGTH = 2**30  # positions and offsets are 32 bits wide
 MAX_TILES = 2**30
 LEAST_SCALE = 2.0**-100  # the kernel multiplies by scale * log2(e), in floats that have no subnormals
-KEPT_LAUNCHES = 64
 RECIPROCAL_OF_1 = 2**62  # exact for what is below 2**30, as tiles and heads are
 NO_TABLE = ctypes.c_void_p(None)
 
@@ -103,76 +99,55 @@ class PreparedHopperCuda:
     change."""
 
     def __init__(self, workload: Workload, device: Device, configuration: Configuration) -> None:
-        self.workload, self.configuration, self.index = workload, configuration, device.index
+        self.workload, self.configuration = workload, configuration
         self.empty = 0 in (workload.B, workload.L, workload.S)
         if self.empty:
             return
         multiprocessors = device.multiprocessors or configurations.MULTIPROCESSORS
         defines = configuration.defines(workload, multiprocessors)
-        self.kernel = cuda.load_kernel(SOURCE, KERNEL, device, defines, specific=True)
-        self.shared_bytes = configuration.shared_bytes(workload.D, workload.D_v)
-        self.kernel.allow_shared_bytes(self.shared_bytes, device.index)
-        self.section = max(1, scheduling.section_heads(workload, device) // configuration.cluster_heads(workload))
-        self.sizes = kernel_sizes(workload, configuration, self.section)
-        self.clusters = configuration.clusters(workload, multiprocessors)
-        self.grid = self.clusters * configuration.cluster
-        self.order = self.table(device) if defines["TABLE"] else NO_TABLE
-        self.launches: dict[tuple[Any, ...], Callable[[], None]] = {}
+        kernel = cuda.load_kernel(SOURCE, KERNEL, device, defines, specific=True)
+        shared_bytes = configuration.shared_bytes(workload.D, workload.D_v)
+        kernel.allow_shared_bytes(shared_bytes, device.index)
+        section = max(1, scheduling.section_heads(workload, device) // configuration.cluster_heads(workload))
+        self.sizes = kernel_sizes(workload, configuration, section)
+        clusters = configuration.clusters(workload, multiprocessors)
+        self.order = self.table(device, section, clusters) if defines["TABLE"] else NO_TABLE
+        grid = clusters * configuration.cluster, 1, 1
+        self.function = driver.Function(KERNEL, int(kernel.handle), grid, configuration.threads, shared_bytes)
+        self.launches, self.fresh = driver.Launches(device.index), driver.Fresh(device.index, *output_forms(workload))
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
-        """out and lse, fresh each call."""
+        """out and lse, fresh each call. Inputs that the copy engine cannot read where they lie are copied first."""
         del save
-        import torch
-
-        w, q = self.workload, inputs.q
-        out = empty_out(w, q.dtype, q.device)
-        lse = torch.empty((w.B, w.H, w.L), dtype=torch.float32, device=q.device)
+        q, k, v = inputs.q, inputs.k, inputs.v
         if self.empty:
-            return Output(out.zero_(), lse.fill_(-math.inf))
-        self.launch(q, inputs.k, inputs.v, out, lse)
+            return nothing_seen(self.workload, q)
+        out, lse = self.fresh()
+        if not self.launches.replay(driver.launch_key(q, k, v, out, lse)):
+            q, k, v = (driver.as_readable(tensor) for tensor in (q, k, v))
+            key = driver.launch_key(q, k, v, out, lse)
+            self.launches.start(key, (self.function, self.arguments(q, k, v, out, lse)))
         return Output(out, lse)
 
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Queue the kernel. The allocator gives the same addresses again and again, so what was packed is kept."""
-        key = (
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-            q.stride(),
-            k.stride(),
-            v.stride(),
-        )
-        run = self.launches.get(key)
-        if run is None:
-            own_q, own_k, own_v = (launching.copyable(t) for t in (q, k, v))
-            if own_q is not q or own_k is not k or own_v is not v:
-                self.launch(own_q, own_k, own_v, out, lse)
-                return
-            if len(self.launches) >= KEPT_LAUNCHES:
-                self.launches = {}
-            run = self.launches[key] = self.pack(q, k, v, out, lse)
-        run()
-
-    def table(self, device: Device) -> Tensor:
+    def table(self, device: Device, section: int, clusters: int) -> Tensor:
         """The order of tiles, in device memory."""
         import torch
 
-        w = self.workload
-        lengths, heads = scheduling.key_tiles(w, self.configuration), self.sizes[0]
-        order = scheduling.balanced_order(lengths, heads, self.section, self.clusters)
+        lengths, heads = scheduling.key_tiles(self.workload, self.configuration), self.sizes[0]
+        order = scheduling.balanced_order(lengths, heads, section, clusters)
         return torch.tensor(order, dtype=torch.int32, device=device.torch_name)
 
-    def pack(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Callable[[], None]:
-        """A launch for these addresses and strides."""
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Any]:
+        """What the kernel takes, in its order, as ctypes."""
         c, w = self.configuration, self.workload
-        columns = configurations.PANEL_COLUMNS
-        share = c.keys // c.cluster
-        maps = [launching.encode(t, w.dtype, rows, columns) for t, rows in ((q, c.rows), (k, share), (v, share))]
-        strides = (ctypes.c_longlong(out.stride(axis)) for axis in (0, 1, 2))
-        args = (*maps, out, lse, self.order, *strides, w.effective_scale, *self.sizes)
-        return launching.bind(self.kernel, self.index, self.grid, c.threads, self.shared_bytes, args)
+        columns, share = configurations.PANEL_COLUMNS, c.keys // c.cluster
+        maps = [
+            driver.tensor_map(tensor, w.dtype, (rows, columns))
+            for tensor, rows in ((q, c.rows), (k, share), (v, share))
+        ]
+        strides = (ctypes.c_longlong(stride) for stride in out.stride()[:3])
+        values, kinds = cuda.pack_arguments((out, lse, self.order, *strides, w.effective_scale, *self.sizes))
+        return [*maps, *(kind(value) for value, kind in zip(values, kinds, strict=True))]
 
     def backward(self, inputs: Inputs, saved: Any) -> Any:
         """There is none: the sheet says so."""
