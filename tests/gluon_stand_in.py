@@ -441,8 +441,10 @@ def run_masks(masks: MaskPlan, mask: Any, pointers: dict[str, Any]) -> dict[str,
         "kinds": np.full(masks.tiles, 99, np.uint8),
     }
     written = {name: Tile(0, None, array) for name, array in made.items()}
-    names = ("mask_b", "mask_h", "mask_l", "mask_s", "heads", "L", "S", "row_tiles", "key_tiles", "window")
-    numbers = {name: number(value) for name, value in zip(names, masks.words_scalars(mask), strict=True)}
+    mask = masks.readable(mask)
+    numbers = {
+        name: number(value) for name, value in zip(mask_kernels.WORDS_SCALARS, masks.words_scalars(mask), strict=True)
+    }
     given = {name: pointers[name] for name, there in masks.pointers.items() if there}
     for block in range(masks.tiles):
         kernel = device_function("hopper_attention_mask_words", block, masks.tiles)

@@ -5,7 +5,8 @@
 writes a bit a score in the order in which a thread of the attention kernel holds its scores, so that a tile of 64 x 128
 costs two registers; and of each tile whether all, some or none of it is seen. The second lists, for each tile of rows,
 the tiles of keys that are not empty. **Grid** One block a tile of rows and keys; one a tile of rows. **Memory** Any
-strides of the mask, expanded ones too; lanes read neighbouring bytes. **Bound** Reading the mask.
+strides of the mask, expanded ones too, where neighbouring keys are neighbours; lanes read bytes side by side.
+**Bound** Reading the mask.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from attnscope.implementations.hopper.kernels import _batch_geometry, _interval
 
-WORDS_SCALARS = ("mask_b", "mask_h", "mask_l", "mask_s", "heads", "L", "S", "row_tiles", "key_tiles", "window")
+WORDS_SCALARS = ("mask_b", "mask_h", "mask_l", "heads", "L", "S", "row_tiles", "key_tiles", "window")
 LIST_SCALARS = ("key_tiles",)
 EMPTY, MIXED, WHOLE = 0, 1, 2  # kinds of tiles
 _DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -50,8 +51,9 @@ def load() -> Any:
 @_device
 def hopper_attention_mask_words(
     mask, words, kinds, lengths, starts, ends,
-    mask_b, mask_h, mask_l, mask_s, heads, L, S, row_tiles, key_tiles, window,
-    GROUPS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr,
+    mask_b, mask_h, mask_l, heads, L, S, row_tiles, key_tiles, window,
+    GROUPS: gl.constexpr, KEYS: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Words and kind of one tile of GROUPS x 64 rows and KEYS keys: see ``kernels._hide_by_words``."""
     ROWS: gl.constexpr = 64
@@ -68,7 +70,7 @@ def hopper_attention_mask_words(
     column = gl.arange(0, KEYS, gl.SliceLayout(0, layout))
     keys = gl.expand_dims(key_tile * KEYS + column, 0)
     bit = gl.expand_dims(column // 8 * 2 + column % 2, 0)
-    first = mask + gl.cast(b, gl.int64) * mask_b + gl.cast(h, gl.int64) * mask_h
+    first = mask + gl.cast(b, gl.int64) * mask_b + gl.cast(h, gl.int64) * mask_h + key_tile * (KEYS * STEP)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, stored)), 1)
     lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, stored)), 0)
     seen = 0
@@ -77,8 +79,8 @@ def hopper_attention_mask_words(
         low, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
         rows = gl.expand_dims(rows, 1)
         inside = (rows < L) & (keys >= gl.expand_dims(low, 1)) & (keys < gl.expand_dims(high, 1))
-        places = rows.to(gl.int64) * mask_l + keys.to(gl.int64) * mask_s
-        shown = (gl.load(first + places, mask=inside, other=0) != 0).to(gl.int32)
+        places = first + rows.to(gl.int64) * mask_l + gl.expand_dims(column, 0) * STEP
+        shown = (gl.load(places, mask=inside, other=0) != 0).to(gl.int32)
         parts = (shown << bit).reshape([ROWS, KEYS // 8, 4, 2])
         made = gl.convert_layout(gl.sum(gl.sum(parts, 1), 2), stored)
         where = ((gl.cast(place, gl.int64) * GROUPS + w) * key_tiles + key_tile) * (ROWS * 4)

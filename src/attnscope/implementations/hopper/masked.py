@@ -35,6 +35,7 @@ class MaskPlan:
         self.workload, self.configuration = w, c
         batch, self.heads, _, _ = w.broadcast_shape(w.mask)
         self.batch = w.B if w.lengths is not None else batch
+        self.step = 0 if w.broadcast_shape(w.mask)[3] == 1 else 1  # of the mask along keys
         self.key_tiles, self.row_tiles = -(-w.S // c.keys), plan.row_tiles
         self.lists = self.batch * self.heads * self.row_tiles
         self.tiles = self.lists * self.key_tiles
@@ -63,15 +64,20 @@ class MaskPlan:
         return {name: None for name, there in self.pointers.items() if not there} | {
             "GROUPS": c.groups,
             "KEYS": c.keys,
+            "STEP": self.step,
             "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right",
             "WINDOWED": w.window is not None,
         }
 
+    def readable(self, mask: Tensor) -> Tensor:
+        """The mask, or a copy where keys do not lie side by side."""
+        return mask if self.step == 0 or mask.stride(3) == 1 or mask.shape[3] == 1 else mask.contiguous()
+
     def words_scalars(self, mask: Tensor) -> list[Any]:
         """Values of the first kernel's scalars, in its order."""
         w = self.workload
-        strides = mask.expand(self.batch, self.heads, w.L, w.S).stride()
+        strides = mask.expand(self.batch, self.heads, w.L, w.S).stride()[:3]
         whole = (self.heads, w.L, w.S, self.row_tiles, self.key_tiles, min(w.window or 0, w.L + w.S))
         return [*(ctypes.c_int64(value) for value in strides), *(ctypes.c_int32(value) for value in whole)]
 
@@ -86,7 +92,7 @@ class MaskPlan:
         words = gluon_shim.compile_kernel(module.hopper_attention_mask_words, types, self.constants(), WARPS)
         types = {"kinds": "*u8", "lists": "*i32", "key_tiles": "i32"}
         lists = gluon_shim.compile_kernel(module.hopper_attention_mask_lists, types, {"CHUNK": LIST_CHUNK}, WARPS)
-        wanted = [8] * (3 + len(pointers) + 4) + [4] * 6 + [8, 8]
+        wanted = [8] * (3 + len(pointers) + 3) + [4] * 6 + [8, 8]
         if words.parameters() != wanted or lists.parameters() != [8, 8, 4, 8, 8]:
             raise PrepareFailed(
                 "this release of Triton passes arguments in another way than hopper does\n"
@@ -191,7 +197,7 @@ class PreparedMasked(PreparedHopper):
         }
         copies = [tensor for name, tensor in read.items() if tensor is not given[name]]
         read["o"] = tensors["o"]
-        names = ("mask", "lse", "lengths", "slopes", "sinks")
+        names = ("lse", "lengths", "slopes", "sinks")
         places = {name: tensors[name].data_ptr() for name in names if tensors[name] is not None}
         places |= zip(("starts", "ends"), (bound.data_ptr() for bound in self.bounds), strict=False)
         places |= {"order": self.order[0].data_ptr()} if self.order else {}
@@ -200,7 +206,9 @@ class PreparedMasked(PreparedHopper):
             lists, kinds, _ = self.masks.offsets
             for name, offset in (("words", 0), ("lists", lists), ("kinds", kinds)):
                 places[name] = tensors["between"].data_ptr() + 4 * offset
-            found += self._in_front(tensors["mask"], places)
+            mask = self.masks.readable(tensors["mask"])
+            copies += [mask] if mask is not tensors["mask"] else []
+            found += self._in_front(mask, places)
             scalars += self.masks.scalars()
         if self.plan.bias_kind != NO_BIAS:
             read["bias"], told = bias_arguments(tensors["bias"], self.plan)
@@ -212,8 +220,9 @@ class PreparedMasked(PreparedHopper):
     def _in_front(self, mask: Tensor, places: dict[str, int]) -> Launches:
         """The two kernels that read the mask."""
         assert self.masks is not None
-        names = ["mask", "words", "kinds", *(name for name, there in self.masks.pointers.items() if there)]
-        words = _arguments([places[name] for name in names], self.masks.words_scalars(mask))
+        names = ["words", "kinds", *(name for name, there in self.masks.pointers.items() if there)]
+        given = [mask.data_ptr(), *(places[name] for name in names)]
+        words = _arguments(given, self.masks.words_scalars(mask))
         lists = _arguments([places["kinds"], places["lists"]], [ctypes.c_int32(self.masks.key_tiles)])
         first, second = self.in_front
         return [(first, self.masks.tiles, words), (second, self.masks.lists, lists)]
