@@ -130,8 +130,9 @@ def _operator(function: Any) -> Any:
 
 for _name, _function in {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "lt": np.less, "ge": np.greater_equal, "gt": np.greater,
-    "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "floordiv": np.floor_divide, "mod": np.mod,
-    "xor": np.bitwise_xor, "truediv": np.divide, "le": np.less_equal, "lshift": np.left_shift, "rshift": np.right_shift,
+    "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "floordiv": np.floor_divide, "mod": np.mod, "truediv": np.divide, "le": np.less_equal, "lshift": np.left_shift,
+    "rshift": np.right_shift,
 }.items():  # fmt: skip
     setattr(Tile, f"__{_name}__", _operator(_function))
     setattr(Tile, f"__r{_name}__", _operator(lambda a, b, f=_function: f(b, a)))
@@ -184,6 +185,7 @@ class Language:
     convert_layout = staticmethod(lambda t, layout: Tile(t.array, layout))
     constexpr = staticmethod(lambda value: value)
     cast = staticmethod(lambda value, dtype: value)
+    join = staticmethod(lambda a, b: Tile(np.stack([a.array, b.array], -1), a.layout))
     BlockedLayout = staticmethod(lambda *_: "blocked")
     exp2 = staticmethod(lambda t: Tile(np.exp2(t.array.astype(np.float32)), t.layout))
     log2 = staticmethod(lambda t: Tile(np.log2(t.array), t.layout))
@@ -208,7 +210,8 @@ class Language:
         if not any(isinstance(x, Tile) for x in (condition, a, b)):
             return _scalar(a if condition else b)
         dtype = next((x.array.dtype for x in (a, b) if isinstance(x, Tile)), None)
-        return Tile(np.where(*values).astype(dtype or np.float32), layout)
+        whole = all(isinstance(value, int) for value in values[1:])
+        return Tile(np.where(*values).astype(dtype or (np.int32 if whole else np.float32)), layout)
 
     def _either(self, a: Any, b: Any, function: Any) -> Any:
         if isinstance(a, Tile):
@@ -441,13 +444,18 @@ def run_masks(masks: MaskPlan, mask: Any, pointers: dict[str, Any]) -> dict[str,
         "kinds": np.full(masks.tiles, 99, np.uint8),
     }
     written = {name: Tile(0, None, array) for name, array in made.items()}
-    names = ("mask_b", "mask_h", "mask_l", "mask_s", "heads", "L", "S", "row_tiles", "key_tiles", "window")
-    numbers = {name: number(value) for name, value in zip(names, masks.words_scalars(mask), strict=True)}
+    mask = masks.readable(mask)
+    read = in_memory(mask)
+    if masks.step:  # four keys at a time
+        read = Tile(read.array // 4, None, np.pad(read.memory, (0, -len(read.memory) % 4)).view(np.int32))
+    numbers = {
+        name: number(value) for name, value in zip(mask_kernels.WORDS_SCALARS, masks.words_scalars(mask), strict=True)
+    }
     given = {name: pointers[name] for name, there in masks.pointers.items() if there}
     for block in range(masks.tiles):
         kernel = device_function("hopper_attention_mask_words", block, masks.tiles)
         kernel(
-            mask=in_memory(mask), words=written["words"], kinds=written["kinds"],
+            mask=read, words=written["words"], kinds=written["kinds"],
             **given, **numbers, **masks.constants(),
         )  # fmt: skip
     for block in range(masks.lists):
@@ -459,13 +467,9 @@ def run_masks(masks: MaskPlan, mask: Any, pointers: dict[str, Any]) -> dict[str,
 def in_memory(tensor: Any) -> Tile:
     """A pointer to a tensor's first element, in the memory that it is a view of."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    flat = whole.to({torch.bool: torch.uint8}.get(tensor.dtype, torch.float32)) if not is_whole(whole) else whole
-    return Tile(tensor.storage_offset(), None, flat.numpy())
-
-
-def is_whole(tensor: Any) -> bool:
-    """Whether it holds whole numbers."""
-    return tensor.dtype in (torch.int32, torch.int64)
+    if whole.dtype == torch.bool:
+        whole = whole.view(torch.uint8)
+    return Tile(tensor.storage_offset(), None, (whole.float() if whole.is_floating_point() else whole).numpy())
 
 
 def number(value: Any) -> Any:

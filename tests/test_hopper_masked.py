@@ -122,6 +122,16 @@ def test_rows_that_a_mask_empties() -> None:
     agrees(inputs, CONFIGURATIONS[0])
 
 
+def test_any_byte_but_0_is_true() -> None:
+    inputs = make_inputs(Workload.parse("B1,H1,L70,S140,D16,bf16,mask=bool:1x1xLxS"), CPU)
+    values = torch.randint(0, 256, (1, 1, 70, 140), dtype=torch.uint8) * (torch.rand(1, 1, 70, 140) < 0.6)
+    odd = replace(inputs, mask=values.view(torch.bool))
+    even = replace(inputs, mask=values != 0)
+    plan = Plan(inputs.workload, CONFIGURATIONS[0])
+    for found, expected in zip(run_plan(plan, odd, 1, 0), run_plan(plan, even, 1, 0), strict=True):
+        assert torch.equal(found, expected)
+
+
 SPARSE = [
     "B1,H1,L200,S520,D16,bf16,mask=bool:1x1xLxS",
     "B2,H2,L200,S520,D16,bf16,mask=bool:BxHxLxS,causal=bottom_right",

@@ -216,7 +216,7 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     },
     "bias16": {
         64: [
-            _THREE | {"slots": 6, "q_slots": 1, "lazy_sum": False},
+            _THREE | {"slots": 6, "q_slots": 1},
             _THREE | {"slots": 6, "q_slots": 1, "pingpong": False},
             _THREE | {"q_slots": 1, "keys": 64, "bias_slots": 2},
             _TWO | {"slots": 6, "bias_slots": 2},

@@ -5,7 +5,8 @@
 writes a bit a score in the order in which a thread of the attention kernel holds its scores, so that a tile of 64 x 128
 costs two registers; and of each tile whether all, some or none of it is seen. The second lists, for each tile of rows,
 the tiles of keys that are not empty. **Grid** One block a tile of rows and keys; one a tile of rows. **Memory** Any
-strides of the mask, expanded ones too; lanes read neighbouring bytes. **Bound** Reading the mask.
+strides of the mask, expanded ones too, where rows are whole words of four keys.
+**Bound** Reading the mask.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from attnscope.implementations.hopper.kernels import _batch_geometry, _interval
 
-WORDS_SCALARS = ("mask_b", "mask_h", "mask_l", "mask_s", "heads", "L", "S", "row_tiles", "key_tiles", "window")
+WORDS_SCALARS = ("mask_b", "mask_h", "mask_l", "heads", "L", "S", "row_tiles", "key_tiles", "window")
 LIST_SCALARS = ("key_tiles",)
 EMPTY, MIXED, WHOLE = 0, 1, 2  # kinds of tiles
 _DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -50,12 +51,16 @@ def load() -> Any:
 @_device
 def hopper_attention_mask_words(
     mask, words, kinds, lengths, starts, ends,
-    mask_b, mask_h, mask_l, mask_s, heads, L, S, row_tiles, key_tiles, window,
-    GROUPS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr,
+    mask_b, mask_h, mask_l, heads, L, S, row_tiles, key_tiles, window,
+    GROUPS: gl.constexpr, KEYS: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Words and kind of one tile of GROUPS x 64 rows and KEYS keys: see ``kernels._hide_by_words``."""
+    """Words and kind of one tile of GROUPS x 64 rows and KEYS keys: see ``kernels._hide_by_words``.
+
+    Four keys are read at a time, strides count them; or, STEP 0, one byte that holds for all keys of a row.
+    """
     ROWS: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // KEYS, KEYS // 16], [4, 1], [1, 0])
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     number = gl.program_id(0)
     place = number // key_tiles
@@ -65,10 +70,12 @@ def hopper_attention_mask_words(
     b = head // heads
     h = head - b * heads
     length, offset = _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT)
-    column = gl.arange(0, KEYS, gl.SliceLayout(0, layout))
-    keys = gl.expand_dims(key_tile * KEYS + column, 0)
-    bit = gl.expand_dims(column // 8 * 2 + column % 2, 0)
-    first = mask + gl.cast(b, gl.int64) * mask_b + gl.cast(h, gl.int64) * mask_h
+    four = gl.arange(0, KEYS // 4, gl.SliceLayout(0, layout))
+    key = gl.expand_dims(key_tile * KEYS + 4 * four, 0)
+    shift = gl.expand_dims(
+        four // 2 * 2, 0
+    )  # four 2 i + p holds both columns 8 i + 2 lane + e of lanes 2 p and 2 p + 1
+    first = mask + gl.cast(b, gl.int64) * mask_b + gl.cast(h, gl.int64) * mask_h + key_tile * (KEYS // 4 * STEP)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, stored)), 1)
     lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, stored)), 0)
     seen = 0
@@ -76,14 +83,24 @@ def hopper_attention_mask_words(
         rows = (tile * GROUPS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         low, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
         rows = gl.expand_dims(rows, 1)
-        inside = (rows < L) & (keys >= gl.expand_dims(low, 1)) & (keys < gl.expand_dims(high, 1))
-        places = rows.to(gl.int64) * mask_l + keys.to(gl.int64) * mask_s
-        shown = (gl.load(first + places, mask=inside, other=0) != 0).to(gl.int32)
-        parts = (shown << bit).reshape([ROWS, KEYS // 8, 4, 2])
-        made = gl.convert_layout(gl.sum(gl.sum(parts, 1), 2), stored)
+        before = gl.minimum(gl.maximum(gl.expand_dims(low, 1) - key, 0), 4)
+        within = gl.minimum(gl.maximum(gl.expand_dims(high, 1) - key, 0), 4)
+        inside = (rows < L) & (before < within)
+        places = first + rows.to(gl.int64) * mask_l + gl.expand_dims(four, 0) * STEP
+        found = gl.load(places, mask=inside, other=0)
+        if STEP == 0:  # a byte that holds for every key
+            found = gl.where(found != 0, 0x01010101, 0)
+        # A byte that is not 0 sets its lowest bit; one product gathers the four in the uppermost.
+        found = ((((found & 0x7F7F7F7F) + 0x7F7F7F7F) | found) >> 7) & 0x01010101
+        bits = (found * 0x10204080) >> 28 & 15
+        bits = gl.where(inside, bits & ((1 << within) - (1 << before)), 0)
+        parts = gl.join((bits & 3) << shift, (bits >> 2) << shift).reshape([ROWS, KEYS // 8, 4])
+        made = gl.convert_layout(gl.sum(parts, 1), stored)
         where = ((gl.cast(place, gl.int64) * GROUPS + w) * key_tiles + key_tile) * (ROWS * 4)
         gl.store(words + where + (row * 4 + lane), made)
-        seen += gl.sum(gl.sum(shown, 1), 0)
+        ones = bits - (bits >> 1 & 5)
+        ones = (ones & 3) + (ones >> 2)
+        seen += gl.sum(gl.sum(ones, 1), 0)
     whole = gl.minimum(L - tile * (GROUPS * ROWS), GROUPS * ROWS) * KEYS
     gl.store(kinds + number, gl.where(seen == 0, 0, gl.where(seen == whole, 2, 1)))
 

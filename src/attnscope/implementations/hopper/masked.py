@@ -42,6 +42,7 @@ class MaskPlan:
         self.workload, self.configuration = w, c
         batch, self.heads, _, _ = w.broadcast_shape(w.mask)
         self.batch = w.B if w.lengths is not None else batch
+        self.step = 0 if w.broadcast_shape(w.mask)[3] == 1 else 1  # of the mask along keys
         self.key_tiles, self.row_tiles = -(-w.S // c.keys), plan.row_tiles
         self.lists = self.batch * self.heads * self.row_tiles
         self.tiles = self.lists * self.key_tiles
@@ -70,15 +71,23 @@ class MaskPlan:
         return {name: None for name, there in self.pointers.items() if not there} | {
             "GROUPS": c.groups,
             "KEYS": c.keys,
+            "STEP": self.step,
             "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right",
             "WINDOWED": w.window is not None,
         }
 
+    def readable(self, mask: Tensor) -> Tensor:
+        """The mask, or a copy where four keys at a time cannot be read: rows begin at multiples of 4 bytes, and end."""
+        strides = [stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False) if size > 1]
+        whole = mask.stride(3) == 1 and not mask.shape[3] % 4 and not any(stride % 4 for stride in strides)
+        return mask if self.step == 0 or (whole and not mask.data_ptr() % 4) else padded(mask)
+
     def words_scalars(self, mask: Tensor) -> list[Any]:
         """Values of the first kernel's scalars, in its order."""
         w = self.workload
-        strides = mask.expand(self.batch, self.heads, w.L, w.S).stride()
+        strides = mask.expand(self.batch, self.heads, w.L, mask.shape[3]).stride()[:3]
+        strides = tuple(stride // 4 for stride in strides) if self.step else strides
         whole = (self.heads, w.L, w.S, self.row_tiles, self.key_tiles, min(w.window or 0, w.L + w.S))
         return [*(ctypes.c_int64(value) for value in strides), *(ctypes.c_int32(value) for value in whole)]
 
@@ -88,12 +97,14 @@ class MaskPlan:
 
         module = mask_kernels.load()
         pointers = [name for name, there in self.pointers.items() if there]
-        types = {"mask": "*u8", "words": "*i32", "kinds": "*u8"} | dict.fromkeys(pointers, "*i32")
+        types = {"mask": "*i32" if self.step else "*u8", "words": "*i32", "kinds": "*u8"} | dict.fromkeys(
+            pointers, "*i32"
+        )
         types |= {name: "i64" if name.startswith("mask_") else "i32" for name in mask_kernels.WORDS_SCALARS}
         words = gluon_shim.compile_kernel(module.hopper_attention_mask_words, types, self.constants(), WARPS)
         types = {"kinds": "*u8", "lists": "*i32", "key_tiles": "i32"}
         lists = gluon_shim.compile_kernel(module.hopper_attention_mask_lists, types, {"CHUNK": LIST_CHUNK}, WARPS)
-        wanted = [8] * (3 + len(pointers) + 4) + [4] * 6 + [8, 8]
+        wanted = [8] * (3 + len(pointers) + 3) + [4] * 6 + [8, 8]
         if words.parameters() != wanted or lists.parameters() != [8, 8, 4, 8, 8]:
             raise PrepareFailed(
                 "this release of Triton passes arguments in another way than hopper does\n"
@@ -113,7 +124,7 @@ def bias_arguments(bias: Tensor, plan: Plan) -> tuple[Tensor, list[Any]]:
             if bias.stride(dim) == 0 and bias.shape[dim] > 1:
                 bias = bias.narrow(dim, 0, 1)
         if not driver.readable(bias):
-            bias = _padded(bias)
+            bias = padded(bias)
         return bias, [ctypes.c_int32(int(size > 1)) for size in bias.shape[:2]]
     w = plan.workload
     batch, head, row, column = bias.expand(w.B, w.H, *bias.shape[2:]).stride()
@@ -121,11 +132,11 @@ def bias_arguments(bias: Tensor, plan: Plan) -> tuple[Tensor, list[Any]]:
     return bias, [ctypes.c_int64(value) for value in (batch, head, step)]
 
 
-def _padded(bias: Tensor) -> Tensor:
+def padded(tensor: Tensor) -> Tensor:
     """A copy whose rows begin at multiples of 16 bytes."""
-    columns, step = bias.shape[3], 16 // bias.element_size()
-    made = bias.new_empty((*bias.shape[:3], -(-columns // step) * step))[..., :columns]
-    return made.copy_(bias)
+    columns, step = tensor.shape[3], 16 // tensor.element_size()
+    made = tensor.new_empty((*tensor.shape[:3], -(-columns // step) * step))[..., :columns]
+    return made.copy_(tensor)
 
 
 class PreparedMasked(PreparedHopper):
@@ -168,6 +179,8 @@ class PreparedMasked(PreparedHopper):
         if self.plan.bias_kind != NO_BIAS:
             given["bias"], told = bias_arguments(given["bias"], self.plan)
             read["bias"] = given["bias"]
+        if self.masks is not None:
+            given["mask"] = self.masks.readable(given["mask"])
         places = {name: tensor.data_ptr() for name, tensor in ({"lse": lse} | given | self.tables).items()}
         if self.masks is not None:
             lists, kinds, _ = self.masks.offsets
