@@ -115,7 +115,7 @@ def test_implementations_import_the_contract_and_nothing_from_each_other(module)
     family = implementation_family(module)
     others = {name for name in ours(module) if implementation_family(name) not in (None, family)}
     assert not others, f"{module} imports {others}"
-    tools = {"attnscope.cuda", "attnscope.cudnn", "attnscope.cudnn_plans"}
+    tools = {f"attnscope.{name}" for name in ("cuda", "cudnn", "cudnn_plans", "tables", "tunable")}
     allowed = {"attnscope.implementation", *tools, *(f"attnscope.implementations.{name}" for name in SHARED)}
     odd = {name for name in ours(module) if stage_of(name) == 2 and not implementation_family(name)} - allowed
     assert not odd, f"{module} imports {odd}"

@@ -175,7 +175,7 @@ def measure(
             contestants.append(_contestant(ask, name, direction, inputs, *first[name]))
         except Exception as error:
             raise MeasureFailed(name, error) from error
-    before = {contestant.name: _seeded(contestant, ask.seed) for contestant in contestants}
+    before = {contestant.name: seeded_result(contestant.call, ask.seed) for contestant in contestants}
     measurements, verdicts = measure_rivals(
         contestants,
         ask.workload,
@@ -188,17 +188,17 @@ def measure(
         warm=(inputs.q,) if ask.workload.L == 1 else (),  # decode: the keys are cold, the query was just made
     )
     for contestant in contestants:
-        if not _same(before[contestant.name], _seeded(contestant, ask.seed)):
+        if not same_results(before[contestant.name], seeded_result(contestant.call, ask.seed)):
             raise MeasureFailed(contestant.name, CheckFailed("its result is no longer what it was before it was timed"))
     return Measured(measurements, tuple(verdicts), inputs.visible_pairs)
 
 
-def _seeded(contestant: Contestant, seed: int) -> list[Any]:
+def seeded_result(call: Callable[[], Any], seed: int) -> list[Any]:
     """Copies of what a call returns; one that draws dropout draws the same one each time."""
     import torch
 
     torch.manual_seed(seed)
-    return _tensors(contestant.call())
+    return _tensors(call())
 
 
 def _tensors(result: Any) -> list[Any]:
@@ -206,7 +206,7 @@ def _tensors(result: Any) -> list[Any]:
     return [tensor.clone() for tensor in (result.tensors().values() if hasattr(result, "tensors") else [result])]
 
 
-def _same(before: list[Any], after: list[Any]) -> bool:
+def same_results(before: list[Any], after: list[Any]) -> bool:
     """Alike within 1 % of their norm: sums in another order may differ, a result that was swapped does."""
     return all(
         bool(((b.float() - a.float()).norm() <= 0.01 * b.float().norm()).item())

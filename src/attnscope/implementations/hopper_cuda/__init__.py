@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from attnscope.implementations.common import empty_out
 from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
 from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div
 from attnscope.inputs import Inputs, Tensor
+from attnscope.tunable import Tables
 from attnscope.workload import Workload
 
 SOURCE = Path(__file__).parent / "forward.cu"
@@ -72,13 +73,34 @@ class HopperCuda(SheetImplementation):
         """The class of workloads that share a tuned configuration."""
         return configurations.tuning_class(workload)
 
+    tables: Tables[Configuration] = Tables(name, Configuration.from_dict, SOURCE.parent)
+
+    def tuning_workloads(self) -> list[Workload]:
+        """One workload for each class."""
+        return configurations.tuning_workloads()
+
+    def reason_untuned(self, workload: Workload) -> str | None:
+        """None: all that it runs is tuned."""
+        del workload
+        return None
+
     def candidates(self, workload: Workload, device: Device) -> list[Configuration]:
         """Configurations worth timing, the usual one first."""
         return configurations.candidates(workload, device)
 
+    def settled(self, best_first: Sequence[Configuration]) -> Configuration:
+        """The fastest."""
+        return best_first[0]
+
     def prepare(self, workload: Workload, device: Device) -> PreparedHopperCuda:
-        """Compiles the usual configuration, or takes it from the cache. Raises PrepareFailed."""
-        return self.prepare_as(workload, device, configurations.usual(workload))
+        """Compiles what the tables say of the workload's class, else the usual configuration.
+
+        Raises:
+            PrepareFailed: it does not compile.
+            RecordError: a table is not one.
+        """
+        chosen = self.tables.choose(self.tuning_class(workload), device)
+        return self.prepare_as(workload, device, chosen or configurations.usual(workload))
 
     def prepare_as(self, workload: Workload, device: Device, configuration: Configuration) -> PreparedHopperCuda:
         """The same with a configuration of the caller's choice.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnscope.device import Device
+from attnscope.tables import Settings
 from attnscope.workload import Workload
 
 SHARED_LIMIT_BYTES = 227 * 1024
@@ -24,7 +25,7 @@ C_TYPES = {"bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Settings, owner="hopper_cuda"):
     """What the kernel is compiled and launched with beside the workload.
 
     ``groups`` of 64 rows a block, ``keys`` a tile, ``stages`` of keys and as many of values. ``ping_pong``: groups
@@ -109,6 +110,17 @@ def tuning_class(workload: Workload) -> str:
     longest = max(workload.L, workload.S)
     length = "short" if longest <= SHORT else "medium" if longest <= MEDIUM else "long"
     return f"d{width} {mask} {workload.dtype} {length}"
+
+
+def tuning_workloads() -> list[Workload]:
+    """One workload for each class, of about 16,384 tokens and 2,048 columns over all heads."""
+    return [
+        Workload.parse(f"B{16384 // length},H{2048 // dim},L{length},D{dim},{dtype}{mask.format(length // 4)}")
+        for dim in (64, 128, 192, 256)
+        for mask in ("", ",causal", ",causal,window={}")
+        for dtype in C_TYPES
+        for length in (512, 2048, 8192)
+    ]
 
 
 ONE_A_TILE: dict[str, Any] = {"persistent": False}
