@@ -18,7 +18,7 @@ LAST: list[Choice] = []  # what ran last
 
 @dataclass(frozen=True)
 class Choice(Settings, owner="fake"):
-    """``fault``: wrong, raises, crashes, or late: right until it is called for the hundredth time."""
+    """``fault``: wrong, raises, crashes, or late: right until it is called more often than a check does."""
 
     number: int
     fault: str = ""
@@ -32,7 +32,7 @@ class PreparedChoice(GoodPrepared):
         output = super().forward(inputs, save=save)
         LAST[:] = [self.choice]
         self.calls += 1
-        if self.choice.fault == "late" and self.calls > 20:
+        if self.choice.fault == "late" and self.calls > 8:
             raise RuntimeError("out of breath")
         return dataclasses.replace(output, out=output.out * 1.05) if self.choice.fault == "wrong" else output
 

@@ -27,7 +27,7 @@ from attnscope.suites import find_workloads
 from attnscope.tables import Configuration, Table
 from attnscope.tunable import Tunable
 from attnscope.tuning_jobs import TuneAsk
-from attnscope.tuning_records import Tried, TunedClass, TuneReport, measured, order_of
+from attnscope.tuning_records import Tried, TunedClass, TuneReport, fastest_first, is_faster, measured
 from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed
 from attnscope.workload import Workload
 
@@ -235,23 +235,45 @@ class _Tuning:
         self._check(workloads, candidates)
         for workload in workloads:
             self._time(key, workload, candidates)
-        tried = self._tried(candidates)
-        order = order_of(tried)
+        tried = [self._tried(one, candidates[0]) for one in candidates]
+        order = self._order(key, workloads, candidates, tried)
         entry = self.tunable.settled([candidates[place].configuration for place in order]) if order else None
         return TunedClass(
-            key, tuple(map(str, workloads)), tried, order[0] if order else None,
+            key, tuple(map(str, workloads)), tuple(tried), order[0] if order else None,
             entry.as_dict() if entry is not None else {}, time.monotonic() - began,
         )  # fmt: skip
 
-    def _tried(self, candidates: Sequence[_Candidate]) -> tuple[Tried, ...]:
-        first = candidates[0]
-        shipped = first.times if first.status == "measured" else None
-        return tuple(
-            measured(str(one.configuration), one.values, one.times, shipped)
-            if one.status == "measured" and one.times is not None
-            else Tried(str(one.configuration), one.values, one.status, one.message)
-            for one in candidates
-        )
+    def _order(
+        self, key: str, workloads: Sequence[Workload], candidates: Sequence[_Candidate], tried: list[Tried]
+    ) -> list[int]:
+        """Places of what is right, the choice first, then by time.
+
+        The fastest of many is so by chance too. So it is timed once more, beside the shipped choice alone; unless it is
+        faster there as well, the shipped choice stays. What that says goes into ``tried``.
+        """
+        order = fastest_first(tried)
+        if not order or order[0] == 0 or 0 not in order:
+            return order
+        winner = order[0]
+        if is_faster(tried[winner]):
+            again = [_Candidate(one.configuration, one.values) for one in (candidates[0], candidates[winner])]
+            for workload in workloads:
+                self._time(key, workload, again)
+            tried[winner] = self._tried(again[1], again[0])
+            if again[0].status != "measured":
+                tried[0] = self._tried(again[0], again[0])
+        right = [place for place in order if tried[place].status == "measured"]
+        if 0 not in right or (winner in right and is_faster(tried[winner])):
+            return right
+        return [0, *(place for place in right if place != 0)]
+
+    @staticmethod
+    def _tried(one: _Candidate, shipped: _Candidate) -> Tried:
+        """What is recorded of a candidate, beside the shipped choice."""
+        label = str(one.configuration)
+        if one.status != "measured" or one.times is None:
+            return Tried(label, one.values, one.status, one.message)
+        return measured(label, one.values, one.times, shipped.times if shipped.status == "measured" else None)
 
     def _check(self, workloads: Sequence[Workload], candidates: Sequence[_Candidate]) -> None:
         """Every candidate on every workload, spread over the workers."""

@@ -104,6 +104,6 @@ def _let_go() -> None:
     """What the last job left in torch's allocator: several processes share a card."""
     import torch
 
-    gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
