@@ -49,6 +49,23 @@ def test_a_table_reads_what_it_writes() -> None:
     assert read_table(table_text(table), "here", "fake", Tile.from_dict) == table
 
 
+PLAIN = """
+@dataclass(frozen=True)
+class Plain(Settings, owner="plain"):
+    rows: int
+    fast: bool = False
+"""
+
+
+def test_a_configuration_of_a_module_without_postponed_annotations() -> None:
+    scope = {"dataclass": dataclass, "Settings": Settings, "__name__": __name__}
+    exec(compile(PLAIN, "plain", "exec", dont_inherit=True), scope)
+    plain: Any = scope["Plain"]
+    assert plain.from_dict({"rows": 3}).as_dict() == {"rows": 3, "fast": False}
+    with pytest.raises(RecordError, match="got rows = True"):
+        plain.from_dict({"rows": True})
+
+
 def test_a_configuration_shows_what_is_not_as_usual() -> None:
     assert str(Tile(64)) == "rows 64"
     assert str(Tile(64, 32, True)) == "rows 64, keys 32, turns true"

@@ -16,13 +16,12 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_type_hints
 
 from attnscope.errors import RecordError
 
 FORMAT = 1
 PARTS = ("format", "implementation", "device", "classes", "measured")
-KINDS = {"int": int, "bool": bool, "str": str}  # of a setting, as its dataclass spells it
 
 C = TypeVar("C", bound="Configuration")
 
@@ -55,8 +54,9 @@ class Settings:
             RecordError: a name is unknown or missing, or a value is of another type.
         """
         known = {one.name: one for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        kinds = get_type_hints(cls)
         for name, value in values.items():
-            if name not in known or type(value) is not KINDS[str(known[name].type)]:
+            if name not in known or type(value) is not kinds[name]:
                 raise RecordError(
                     f"a configuration of {cls.owner} takes {', '.join(known)}, got {name} = {value!r}\n"
                     f"hint: attnscope tune {cls.owner} writes them"

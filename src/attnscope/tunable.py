@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, runtime_checkable
 from attnscope.cuda import cache_directory
 from attnscope.device import Device
 from attnscope.errors import UsageError
-from attnscope.implementation import Implementation, Prepared
+from attnscope.implementation import Implementation, Prepared, SheetImplementation
 from attnscope.tables import C, Configuration, Table, change_table, file_name, load_table, read_table
 from attnscope.workload import Workload
 
@@ -121,3 +121,40 @@ class Tunable(Implementation, Protocol):
 
     def settled(self, best_first: Sequence[Any]) -> Configuration:
         """What the class's entry is to be, given the candidates that are right, the fastest first."""
+
+
+class TunableImplementation(SheetImplementation):
+    """Base for most of them: prepares what the tables say, else the first candidate; the fastest becomes the entry."""
+
+    tables: Tables[Any]
+
+    def tuning_class(self, workload: Workload) -> str:
+        """The class of workloads that share a configuration."""
+        raise NotImplementedError
+
+    def candidates(self, workload: Workload, device: Device) -> Sequence[Configuration]:
+        """Configurations worth timing, the one that counts without a table first."""
+        raise NotImplementedError
+
+    def prepare_as(self, workload: Workload, device: Device, configuration: Any) -> Prepared:
+        """``prepare`` with that configuration."""
+        raise NotImplementedError
+
+    def reason_untuned(self, workload: Workload) -> str | None:
+        """None: all that it runs is tuned."""
+        del workload
+        return None
+
+    def settled(self, best_first: Sequence[Any]) -> Configuration:
+        """The fastest."""
+        found: Configuration = best_first[0]
+        return found
+
+    def chosen(self, workload: Workload, device: Device) -> Any:
+        """What the tables say of the workload's class, else the first candidate. Raises RecordError."""
+        found = self.tables.choose(self.tuning_class(workload), device)
+        return self.candidates(workload, device)[0] if found is None else found
+
+    def prepare(self, workload: Workload, device: Device) -> Prepared:
+        """Makes ready what the tables say. Raises PrepareFailed, or RecordError where a table is not one."""
+        return self.prepare_as(workload, device, self.chosen(workload, device))

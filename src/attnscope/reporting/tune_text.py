@@ -6,7 +6,6 @@ Reads a TuneReport, writes text. Must import neither torch nor an implementation
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 
 from attnscope.reporting.words import clean
@@ -51,12 +50,14 @@ def _choice(found: TunedClass) -> str:
 
 
 def _faults(report: TuneReport) -> Iterator[str]:
-    """Candidates that are wrong or failed, alike ones of several classes once."""
-    told = Counter((one.status, one.label, _first(one.message)) for found in report.classes for one in found.tried)
-    for (status, label, message), count in told.items():
-        if status != "measured":
-            yield from _wrapped(f"{status}, never chosen{f' ({count} classes)' if count > 1 else ''}: {label}", "")
-            yield from _wrapped(message, "  ")
+    """Candidates that are wrong or failed: one that is so in several classes once, by what it said first."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for one in (one for found in report.classes for one in found.tried if one.status != "measured"):
+        told.setdefault((one.status, one.label), []).append(one.message)
+    for (status, label), messages in told.items():
+        classes = f" ({len(messages)} classes)" if len(messages) > 1 else ""
+        yield from _wrapped(f"{status}, never chosen{classes}: {label}", "")
+        yield from _wrapped(_first(messages[0]), "  ")
 
 
 def _not_tuned(report: TuneReport) -> Iterator[str]:

@@ -15,11 +15,12 @@ from typing import Any
 
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed, UsageError
-from attnscope.implementation import Gradients, Output, Prepared, Sheet, SheetImplementation
+from attnscope.implementation import Gradients, Output, Prepared, Sheet
 from attnscope.implementations.hopper import configurations, decode, entries, launching, schedules
 from attnscope.implementations.hopper.configurations import Configuration, block_of
 from attnscope.implementations.hopper.entries import Entry
 from attnscope.inputs import Inputs, Tensor, row_bounds
+from attnscope.tunable import TunableImplementation
 from attnscope.workload import Workload
 
 MAX_TILES = 2**30
@@ -35,7 +36,7 @@ RAN = {  # whose kernel ran, by the kernels' names
 }
 
 
-class Hopper(SheetImplementation):
+class Hopper(TunableImplementation):
     """Forward with every geometric mask, head dims up to 256 that are multiples of 8. Two engines: its own kernels in
     Gluon and Triton, and hopper_cuda's where a table says that it is faster."""
 
@@ -86,7 +87,7 @@ class Hopper(SheetImplementation):
 
     def candidates(self, workload: Workload, device: Device) -> list[Entry]:
         """Entries worth measuring, the most promising of its own first, then those of hopper_cuda."""
-        return [] if _decodes(workload) else entries.candidates(workload, device)
+        return entries.candidates(workload, device)
 
     def settled(self, best_first: Sequence[Entry]) -> Entry:
         """The fastest, and beside hopper_cuda's the fastest of its own, for what hopper_cuda refuses."""
@@ -109,7 +110,7 @@ class Hopper(SheetImplementation):
         """
         if _decodes(workload) and decode.fits(workload, device):
             return self._made(lambda: _decoding(workload, device))
-        return self.prepare_as(workload, device, entries.choose(workload, device))
+        return self.prepare_as(workload, device, self.chosen(workload, device))
 
     def prepare_as(self, workload: Workload, device: Device, configuration: Entry) -> Prepared:
         """Compiles that entry: hopper_cuda's kernel where it has one and hopper_cuda takes the workload, else the

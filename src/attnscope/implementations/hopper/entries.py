@@ -71,12 +71,6 @@ def cuda_engine() -> Tunable:
 TABLES: Tables[Entry] = Tables("hopper", Entry.from_dict, Path(__file__).parent)
 
 
-def choose(workload: Workload, device: Device) -> Entry:
-    """What the tables say of the workload's class, else the Gluon kernel's first candidate. Raises RecordError."""
-    found = TABLES.choose(tuning_class(workload), device)
-    return Entry(configurations.candidates(workload)[0]) if found is None else found
-
-
 def candidates(workload: Workload, device: Device) -> list[Entry]:
     """The Gluon kernel's candidates, then those of hopper_cuda, where it runs the workload.
 
@@ -88,7 +82,8 @@ def candidates(workload: Workload, device: Device) -> list[Entry]:
         return own
     dim, value_dim = configurations.widest(workload)
     wide = workload.replace(D=dim, D_v=value_dim)
-    return own + [Entry(own[0].gluon, one) for one in other.candidates(wide, device)]
+    beside = TABLES.shipped(tuning_class(workload), device) or own[0]
+    return own + [Entry(beside.gluon, one) for one in other.candidates(wide, device)]
 
 
 def settled(best_first: Sequence[Entry]) -> Entry:

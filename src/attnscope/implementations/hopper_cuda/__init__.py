@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from attnscope import cuda
 from attnscope.device import Device
 from attnscope.errors import UsageError
-from attnscope.implementation import Output, Sheet, SheetImplementation
+from attnscope.implementation import Output, Sheet
 from attnscope.implementations.common import empty_out
 from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
 from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div
 from attnscope.inputs import Inputs, Tensor
-from attnscope.tunable import Tables
+from attnscope.tunable import Tables, TunableImplementation
 from attnscope.workload import Workload
 
 SOURCE = Path(__file__).parent / "forward.cu"
@@ -35,7 +35,7 @@ KEPT_LAUNCHES = 64
 NO_TABLE = ctypes.c_void_p(None)
 
 
-class HopperCuda(SheetImplementation):
+class HopperCuda(TunableImplementation):
     """Forward only, causal both ways, windows, grouped heads; head dims up to 256."""
 
     name = "hopper_cuda"
@@ -79,31 +79,12 @@ class HopperCuda(SheetImplementation):
         """One workload for each class."""
         return configurations.tuning_workloads()
 
-    def reason_untuned(self, workload: Workload) -> str | None:
-        """None: all that it runs is tuned."""
-        del workload
-        return None
-
     def candidates(self, workload: Workload, device: Device) -> list[Configuration]:
         """Configurations worth timing, the usual one first."""
         return configurations.candidates(workload, device)
 
-    def settled(self, best_first: Sequence[Configuration]) -> Configuration:
-        """The fastest."""
-        return best_first[0]
-
-    def prepare(self, workload: Workload, device: Device) -> PreparedHopperCuda:
-        """Compiles what the tables say of the workload's class, else the usual configuration.
-
-        Raises:
-            PrepareFailed: it does not compile.
-            RecordError: a table is not one.
-        """
-        chosen = self.tables.choose(self.tuning_class(workload), device)
-        return self.prepare_as(workload, device, chosen or configurations.usual(workload))
-
     def prepare_as(self, workload: Workload, device: Device, configuration: Configuration) -> PreparedHopperCuda:
-        """The same with a configuration of the caller's choice.
+        """Compiles a configuration, or takes it from the cache.
 
         Raises:
             UsageError: it does not fit the card.
