@@ -113,8 +113,8 @@ def test_every_class_has_a_shipped_entry_that_is_made_of_candidates(installed: N
     for dim in ("8", "64", "80", "128", "192", "200", "256", "192,Dv128", "64,Dv128"):
         for mask in ("", ",causal", ",window=9", ",causal=bottom_right,window=9"):
             for dtype in ("bf16", "fp16"):
-                for length in (1, 1024, 1025, 4096, 4097, 100_000):
-                    workload = Workload.parse(f"B1,H1,L{length},D{dim},{dtype}{mask}")
+                for length in ("H1,L1", "H2,L4160", "H99,L1024", "H99,L1025", "H99,L4096", "H99,L4097", "L100000,H9"):
+                    workload = Workload.parse(f"{length},D{dim},{dtype}{mask}")
                     entry = shipped().classes[tuning_class(workload)]
                     offered = entries.candidates(workload, H200)
                     assert entry.gluon in [one.gluon for one in offered]
@@ -129,11 +129,11 @@ def test_few_rows_are_not_tuned_by_name(installed: None) -> None:
     assert Hopper().tuning_class(decoding) == "decode"
     assert "class decode has no configuration" in str(Hopper().reason_untuned(decoding))
     assert Hopper().reason_untuned(other) is None
-    assert Hopper().tuning_class(decoding.replace(B=0)) == "D128,full,bf16,long"
+    assert Hopper().tuning_class(decoding.replace(B=0)) == "D128,full,bf16,few"
 
 
 def test_candidates_of_both_engines_are_offered(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = Workload.parse("B1,H1,L9000,D72,bf16,causal")
+    workload = Workload.parse("B2,H1,L9000,D72,bf16,causal")
     found = Hopper().candidates(workload, H200)
     assert {one.engine for one in found} == {"gluon", "cuda"}
     assert found[0] == Entry(configurations.candidates(workload)[0])
@@ -189,7 +189,7 @@ def test_the_users_table_goes_before_the_shipped_one() -> None:
     path.write_text(table_text(Table("hopper", "NVIDIA H200", {tuning_class(workload): own})))
     assert chosen(workload) == own
     assert chosen(workload, dataclasses.replace(H200, name="NVIDIA H100")) != own
-    assert chosen(workload.replace(dtype="fp16")) == shipped().classes["D64,full,fp16,short"]
+    assert chosen(workload.replace(dtype="fp16")) == shipped().classes["D64,full,fp16,few"]
 
 
 def test_an_entry_reads_what_it_writes(installed: None) -> None:

@@ -127,7 +127,7 @@ def _refused(where: str, implementation: str, why: str) -> RecordError:
 def table_text(table: Table[C]) -> str:
     """The text that :func:`read_table` reads: a line for each class, in order."""
     lines = [
-        f"# Written by attnscope tune {table.implementation}.",
+        f"# Configurations of {table.implementation} by class of workloads; attnscope tune {table.implementation} writes them.",
         f"format = {FORMAT}",
         f"implementation = {_value(table.implementation)}",
         f"device = {_value(table.device)}",

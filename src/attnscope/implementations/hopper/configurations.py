@@ -14,6 +14,7 @@ from attnscope.workload import Workload
 
 GROUP_ROWS = 64  # query rows of a group of 128 threads
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
+FEW_TILES = 132  # of one group's rows: so many multiprocessors have Hopper's largest cards
 LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
 
 
@@ -68,24 +69,26 @@ def widest(workload: Workload) -> tuple[int, int]:
 
 
 def tuning_class(workload: Workload) -> str:
-    """Workloads that share a configuration: ``D128,causal,bf16,long``."""
+    """Workloads that share a configuration: ``D128,causal,bf16,long``. Those of few rows in all are ``few``, however
+    many keys they see: what counts there is that every multiprocessor has something to do."""
     w = workload
     dim, value_dim = widest(w)
     width = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
     mask = "window" if w.window is not None else "causal" if w.causal is not None else "full"
     length = next(name for name, most in LENGTHS if most is None or w.S <= most)
+    if w.B * w.H * -(-w.L // GROUP_ROWS) <= FEW_TILES:
+        length = "few"
     return f"{width},{mask},{w.dtype},{length}"
 
 
 def tuning_workloads() -> list[Workload]:
-    """One workload for each class, of about 16,384 tokens and 2,048 columns over all heads."""
-    masks = {"full": "", "causal": ",causal", "window": ",causal,window={}"}
+    """One workload for each class, of about 16,384 tokens and 2,048 columns over all heads, or of few rows."""
     return [
-        Workload.parse(f"B{16384 // length},H{2048 // dim},L{length},{dims},{dtype}{mask.format(length // 4)}")
+        Workload.parse(f"B{batch},H{heads or 2048 // dim},L{length},{dims},{dtype}{mask.format(length // 4)}")
         for dim, dims in ((64, "D64"), (128, "D128"), (192, "D192"), (192, "D192,Dv128"), (256, "D256"))
-        for mask in masks.values()
+        for mask in ("", ",causal", ",causal,window={}")
         for dtype in ("bf16", "fp16")
-        for length in (512, 2048, 8192)
+        for batch, heads, length in ((1, 16, 512), (32, None, 512), (8, None, 2048), (2, None, 8192))
     ]
 
 

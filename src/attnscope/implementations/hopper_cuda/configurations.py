@@ -6,6 +6,7 @@ Reads a Workload and a Device, writes Configurations. Imports neither torch nor 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from attnscope.device import Device
@@ -112,17 +113,6 @@ def tuning_class(workload: Workload) -> str:
     return f"d{width} {mask} {workload.dtype} {length}"
 
 
-def tuning_workloads() -> list[Workload]:
-    """One workload for each class, of about 16,384 tokens and 2,048 columns over all heads."""
-    return [
-        Workload.parse(f"B{16384 // length},H{2048 // dim},L{length},D{dim},{dtype}{mask.format(length // 4)}")
-        for dim in (64, 128, 192, 256)
-        for mask in ("", ",causal", ",causal,window={}")
-        for dtype in C_TYPES
-        for length in (512, 2048, 8192)
-    ]
-
-
 ONE_A_TILE: dict[str, Any] = {"persistent": False}
 TABLE: dict[str, Any] = {"schedule": "table"}
 
@@ -211,3 +201,15 @@ def candidates(workload: Workload, device: Device) -> list[Configuration]:
     """Configurations worth timing for this workload, the usual one first; each fits."""
     del device
     return [one for one in choices(workload) if one.fits(workload.D)]
+
+
+def tuning_workloads() -> list[Workload]:
+    """The first of each class: about 16,384 tokens and 2,048 columns over all heads, then such of few rows."""
+    found: dict[str, Workload] = {}
+    for limits, mask, dtype in product({key[:-2] for key in CHOICES}, ("", ",causal", ",causal,window={}"), C_TYPES):
+        dims = f"D{limits[0]}" + (f",Dv{limits[-1]}" if len(limits) > 1 else "")
+        for sizes, length in product((f"H{2048 // limits[0]},B{{}}", "H{1},B1"), (512, 2048, 8192)):
+            heads = sizes.format(16384 // length, 8192 // length)
+            workload = Workload.parse(f"{heads},L{length},{dims},{dtype}{mask.format(length // 4)}")
+            found.setdefault(tuning_class(workload), workload)
+    return sorted(found.values(), key=tuning_class)
