@@ -16,6 +16,7 @@ from attnscope.implementations import hopper_cuda
 from attnscope.implementations.common import NO_TILE
 from attnscope.implementations.hopper_cuda import configurations, launching, scheduling
 from attnscope.implementations.hopper_cuda.configurations import CHOICES, Configuration, usual
+from attnscope.tables import Table, table_text
 from attnscope.workload import Workload
 
 torch = pytest.importorskip("torch")
@@ -214,6 +215,28 @@ def test_candidates_fit_and_the_usual_comes_first(limit):
         assert len(found) == len(configurations.choices(workload)), "an entry of CHOICES does not fit"
         assert all(one.schedule in configurations.SCHEDULES for one in found)
         assert all(one.shared_bytes(limit) <= 227 * 1024 for one in found)
+
+
+def test_every_class_has_a_shipped_configuration_that_is_a_candidate(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
+    kind, found = hopper_cuda.HopperCuda(), {}
+    for workload in kind.tuning_workloads():
+        found[kind.tuning_class(workload)] = kind.tables.choose(kind.tuning_class(workload), HOPPER)
+        assert found[kind.tuning_class(workload)] in [None, *kind.candidates(workload, HOPPER)]
+    assert len(found) == len(kind.tuning_workloads()) and sum(one is not None for one in found.values()) >= 72
+
+
+def test_the_users_table_goes_before_what_ships(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(hopper_cuda, "PreparedHopperCuda", lambda workload, device, configuration: configuration)
+    kind, workload = hopper_cuda.HopperCuda(), Workload.parse("B9,H9,L512,D64,bf16")
+    assert kind.prepare(workload, HOPPER) == kind.tables.shipped(kind.tuning_class(workload), HOPPER)
+    own = Configuration(2, 64, 3, slack=4)
+    path = kind.tables.user_path(HOPPER)
+    path.parent.mkdir(parents=True)
+    path.write_text(table_text(Table("hopper_cuda", HOPPER.name, {kind.tuning_class(workload): own})))
+    assert kind.prepare(workload, HOPPER) == own
+    assert kind.prepare(workload.replace(dtype="fp16"), HOPPER) != own
 
 
 def test_a_configuration_that_does_not_fit_is_refused():
