@@ -126,14 +126,15 @@ def _refused(where: str, implementation: str, why: str) -> RecordError:
 
 def table_text(table: Table[C]) -> str:
     """The text that :func:`read_table` reads: a line for each class, in order."""
+    name = table.implementation
     lines = [
-        f"# Configurations of {table.implementation} by class of workloads; attnscope tune {table.implementation} writes them.",
+        f"# Configurations of {name}, a line for each class of workloads. attnscope tune {name} writes them.",
         f"format = {FORMAT}",
-        f"implementation = {_value(table.implementation)}",
+        f"implementation = {_value(name)}",
         f"device = {_value(table.device)}",
     ]
     for part, rows in (("classes", {k: c.as_dict() for k, c in table.classes.items()}), ("measured", table.measured)):
-        lines += [f"\n[{part}]", *(f"{_value(name)} = {_value(rows[name])}" for name in sorted(rows))]
+        lines += [f"\n[{part}]", *(f"{_value(key)} = {_value(rows[key])}" for key in sorted(rows))]
     return "\n".join(lines) + "\n"
 
 
