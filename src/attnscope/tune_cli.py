@@ -39,6 +39,13 @@ def tune(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer samples.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", help="Processes that check; default on a GPU half the cores, eight at most, else one.",
+            show_default=False,
+        ),
+    ] = None,
     time_limit: Annotated[
         float | None,
         typer.Option("--time-limit", help="Seconds that one configuration may take; default 300.", show_default=False),
@@ -57,7 +64,7 @@ def tune(
         raise UsageError(f"--out must be a new file in a folder that is there, got {out}\nhint: --out another file")
     plan = make_tune_plan(
         name, workloads or (), device=device, budget_s=budget, missing=missing, dry_run=dry_run, shipped=shipped,
-        quick=quick, seed=seed, time_limit_s=time_limit,
+        quick=quick, seed=seed, workers=workers, time_limit_s=time_limit,
     )  # fmt: skip
     with progress() as watcher:
         report = execute_tune(plan, watcher)

@@ -48,6 +48,7 @@ class TunePlan:
     missing: bool = False
     quick: bool = False
     seed: int = 0
+    workers: int | None = None
     budget_s: float | None = None
     time_limit_s: float = TIME_LIMIT_S
 
@@ -59,6 +60,7 @@ def make_tune_plan(
     device: str | None = None,
     budget_s: float | None = None,
     time_limit_s: float | None = None,
+    workers: int | None = None,
     seed: int = 0,
     **switches: bool,
 ) -> TunePlan:
@@ -72,8 +74,9 @@ def make_tune_plan(
     for what, number in (("--budget", budget_s), ("--time-limit", time_limit_s)):
         if number is not None and not 0 < number < 1e6:
             raise UsageError(f"{what} must be above 0 and below a million seconds, got {number:g}")
-    if not 0 <= seed < 2**63:
-        raise UsageError(f"--seed must be a whole number from 0 on, got {seed}")
+    for what, whole, least in (("--seed", seed, 0), ("--workers", workers, 1)):
+        if whole is not None and not least <= whole < 2**63:
+            raise UsageError(f"{what} must be a whole number from {least} on, got {whole}")
     names = registry.select(selection)
     if len(names) != 1:
         raise UsageError(f"tune takes one implementation, got {', '.join(names)}\nhint: attnscope list names them")
@@ -87,7 +90,7 @@ def make_tune_plan(
     found = tuple(find_workloads(list(workloads)))
     limit_s = TIME_LIMIT_S if time_limit_s is None else time_limit_s
     return TunePlan(
-        names[0], found, device, budget_s=budget_s, time_limit_s=limit_s, seed=seed, **switches
+        names[0], found, device, budget_s=budget_s, time_limit_s=limit_s, workers=workers, seed=seed, **switches
     )  # fmt: skip
 
 
@@ -176,9 +179,10 @@ class _Tuning:
 
     def _checker_count(self, device: Device) -> int:
         """On a GPU several: most of preparing and checking is the compiler's time and the host's."""
-        if self.reference is None or device.kind != "cuda":
+        if self.reference is None:
             return 1
-        return max(1, min(MOST_CHECKERS, (os.cpu_count() or 2) // 2))
+        usual = max(1, min(MOST_CHECKERS, (os.cpu_count() or 2) // 2)) if device.kind == "cuda" else 1
+        return self.plan.workers or usual
 
     def _close(self) -> None:
         self.stopped = True
