@@ -23,6 +23,7 @@ BASE = {"errors", "units", "device", "records"}  # everyone may import these
 NEVER_TORCH = ("trace", "explaining", "reporting")
 HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "cudnn", "IPython", "numpy"}
 SHARED = {"common", "library", "heads_last"}  # what implementations share
+CONTRACT = {"attnscope.implementation", "attnscope.tunable", "attnscope.tables"}
 # A record shows itself in a notebook and on a terminal; the views are imported when it does.
 EXCEPTIONS = {
     ("attnscope.records", "attnscope.reporting.notebook"),
@@ -115,9 +116,11 @@ def test_implementations_import_the_contract_and_nothing_from_each_other(module)
     family = implementation_family(module)
     others = {name for name in ours(module) if implementation_family(name) not in (None, family)}
     assert not others, f"{module} imports {others}"
-    tools = {f"attnscope.{name}" for name in ("cuda", "cudnn", "cudnn_plans", "tables", "tunable")}
+    tools = {"attnscope.cuda", "attnscope.cudnn", "attnscope.cudnn_plans"}
     allowed = {"attnscope.implementation", *tools, *(f"attnscope.implementations.{name}" for name in SHARED)}
-    odd = {name for name in ours(module) if stage_of(name) == 2 and not implementation_family(name)} - allowed
+    odd = (
+        {name for name in ours(module) if stage_of(name) == 2 and not implementation_family(name)} - allowed - CONTRACT
+    )
     assert not odd, f"{module} imports {odd}"
 
 

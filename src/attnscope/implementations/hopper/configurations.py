@@ -15,6 +15,7 @@ from attnscope.workload import Workload
 GROUP_ROWS = 64  # query rows of a group of 128 threads
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
 FEW_TILES = 132  # of one group's rows: so many multiprocessors have Hopper's largest cards
+TUNED_MASKS = ("", ",causal", ",causal,window={}")  # of a class's workload; {} is a quarter of L
 LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
 
 
@@ -86,7 +87,7 @@ def tuning_workloads() -> list[Workload]:
     return [
         Workload.parse(f"B{batch},H{heads or 2048 // dim},L{length},{dims},{dtype}{mask.format(length // 4)}")
         for dim, dims in ((64, "D64"), (128, "D128"), (192, "D192"), (192, "D192,Dv128"), (256, "D256"))
-        for mask in ("", ",causal", ",causal,window={}")
+        for mask in TUNED_MASKS
         for dtype in ("bf16", "fp16")
         for batch, heads, length in ((1, 16, 512), (32, None, 512), (8, None, 2048), (2, None, 8192))
     ]

@@ -94,6 +94,18 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def tuning_workloads() -> list[Workload]:
+    """The first of each class: about 16,384 tokens and 2,048 columns over all heads, then such of few rows."""
+    found: dict[str, Workload] = {}
+    for limits, mask, dtype in product({key[:-2] for key in CHOICES}, ("", ",causal", ",causal,window={}"), C_TYPES):
+        dims = f"D{limits[0]}" + (f",Dv{limits[-1]}" if len(limits) > 1 else "")
+        for sizes, length in product((f"H{2048 // limits[0]},B{{}}", "H{1},B1"), (512, 2048, 8192)):
+            heads = sizes.format(16384 // length, 8192 // length)
+            workload = Workload.parse(f"{heads},L{length},{dims},{dtype}{mask.format(length // 4)}")
+            found.setdefault(tuning_class(workload), workload)
+    return sorted(found.values(), key=tuning_class)
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The multiple of 16, a product's depth, that the copies fill up to with zeros."""
     return ceil_div(head_dim, 16) * 16
@@ -201,15 +213,3 @@ def candidates(workload: Workload, device: Device) -> list[Configuration]:
     """Configurations worth timing for this workload, the usual one first; each fits."""
     del device
     return [one for one in choices(workload) if one.fits(workload.D)]
-
-
-def tuning_workloads() -> list[Workload]:
-    """The first of each class: about 16,384 tokens and 2,048 columns over all heads, then such of few rows."""
-    found: dict[str, Workload] = {}
-    for limits, mask, dtype in product({key[:-2] for key in CHOICES}, ("", ",causal", ",causal,window={}"), C_TYPES):
-        dims = f"D{limits[0]}" + (f",Dv{limits[-1]}" if len(limits) > 1 else "")
-        for sizes, length in product((f"H{2048 // limits[0]},B{{}}", "H{1},B1"), (512, 2048, 8192)):
-            heads = sizes.format(16384 // length, 8192 // length)
-            workload = Workload.parse(f"{heads},L{length},{dims},{dtype}{mask.format(length // 4)}")
-            found.setdefault(tuning_class(workload), workload)
-    return sorted(found.values(), key=tuning_class)
