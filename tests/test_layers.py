@@ -23,7 +23,7 @@ BASE = {"errors", "units", "device", "records"}  # everyone may import these
 NEVER_TORCH = ("trace", "explaining", "reporting")
 HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "cudnn", "IPython", "numpy"}
 SHARED = {"common", "library", "heads_last"}  # what implementations share
-CONTRACT = {"attnscope.implementation", "attnscope.tunable", "attnscope.tables"}
+CONTRACT = {"attnscope.tunable", "attnscope.tables"}  # beside attnscope.implementation
 # A record shows itself in a notebook and on a terminal; the views are imported when it does.
 EXCEPTIONS = {
     ("attnscope.records", "attnscope.reporting.notebook"),
