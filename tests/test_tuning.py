@@ -88,7 +88,7 @@ def chosen(report: TuneReport) -> dict[str, Any]:
 
 
 def table(report: TuneReport) -> Table[Choice]:
-    found = Fake.tables.load(Path(report.table or ""), report.device)
+    found = Fake.tables.load(Path(report.table or "").expanduser(), report.device)
     assert found is not None
     return found
 
@@ -246,6 +246,12 @@ def test_a_dry_run_writes_nothing(tune: Any, tmp_path: Path) -> None:
     report = tune(dry_run=True)
     assert chosen(report) == {"D8": 1, "D16": 1} and report.table is None
     assert "nothing was written" in render_tune(report) and not (tmp_path / "cache").exists()
+
+
+def test_the_record_names_no_home_folder(tune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    report = tune(EIGHT)
+    assert (report.table or "").startswith("~/cache/tuned/fake/") and table(report).classes == {"D8": Choice(1)}
 
 
 def test_a_table_that_is_none_is_refused_before_any_work(tune: Any) -> None:

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_type_hints
 
+from attnscope.cuda import cache_directory
 from attnscope.errors import RecordError
 
 FORMAT = 1
+TUNED = "tuned"  # folder of attnscope's cache folder
 PARTS = ("format", "implementation", "device", "classes", "measured")
 
 C = TypeVar("C", bound="Configuration")
@@ -180,7 +182,7 @@ def change_table(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path):
+        with _alone():
             text = table_text(change(load_table(path, implementation, device, read) or Table(implementation, device)))
             read_table(text, os.fspath(path), implementation, read)
             temporary.write_text(text, encoding="utf-8")
@@ -195,11 +197,13 @@ def change_table(
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Holds a lock beside the file, which other processes wait for."""
+def _alone() -> Iterator[None]:
+    """Holds a lock in the cache folder, which other processes wait for."""
     import fcntl
 
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    folder = cache_directory().parent / TUNED
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

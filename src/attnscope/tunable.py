@@ -17,7 +17,7 @@ from attnscope.cuda import cache_directory
 from attnscope.device import Device
 from attnscope.errors import UsageError
 from attnscope.implementation import Implementation, Prepared, SheetImplementation
-from attnscope.tables import C, Configuration, Table, change_table, file_name, load_table, read_table
+from attnscope.tables import TUNED, C, Configuration, Table, change_table, file_name, load_table, read_table
 from attnscope.workload import Workload
 
 SHIPPED = "configurations.toml"
@@ -35,7 +35,7 @@ class Tables(Generic[C]):
 
     def user_path(self, device: Device) -> Path:
         """Where the user's own table for the card lies, in attnscope's cache folder."""
-        return cache_directory().parent / "tuned" / file_name(self.name) / f"{file_name(device.name)}.toml"
+        return cache_directory().parent / TUNED / file_name(self.name) / f"{file_name(device.name)}.toml"
 
     def user_table(self, device: Device) -> Table[C] | None:
         """The user's own table for the card, where there is one. Raises RecordError."""

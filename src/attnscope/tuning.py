@@ -163,7 +163,7 @@ class _Tuning:
         wrote = not self.plan.dry_run and any(one.chosen is not None for one in found)
         return TuneReport(
             self.plan.name, device, environment, self.created, tuple(found), not_tuned,
-            left=tuple(classes)[len(found) :], table=os.fspath(self.path) if wrote else None,
+            left=tuple(classes)[len(found) :], table=_shown(self.path) if wrote else None,
             interrupted=interrupted, seconds=time.monotonic() - began,
         )  # fmt: skip
 
@@ -352,6 +352,11 @@ def _culprit(error: RemoteError | WorkerFailed, at: int, count: int) -> int:
     """The place of the candidate that failed: the one that the error names, else the last one reported."""
     named = error.message.partition(" failed")[0] if isinstance(error, RemoteError) else ""
     return int(named) if named.isdigit() and int(named) < count else at
+
+
+def _shown(path: Path) -> str:
+    """A path with ~ for the home folder, so that a record that is handed on names nobody."""
+    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else os.fspath(path)
 
 
 def document(report: TuneReport) -> Mapping[str, Any]:
