@@ -113,7 +113,7 @@ def test_the_table_says_what_the_choice_rests_on(tune: Any) -> None:
     assert facts["ratio"] == pytest.approx(report.classes[0].tried[1].ratio, abs=1e-5)
     assert facts["ratio_low"] < facts["ratio"] < facts["ratio_high"] and facts["noise_fraction"] > 0
     assert facts["torch"] == report.environment.packages["torch"] and facts["created"] == report.created
-    assert facts["attnscope"] and "triton" not in facts
+    assert facts["attnscope"] and "triton" not in facts and facts["quick"]
 
 
 def test_candidates_are_timed_in_turn(tune: Any) -> None:
@@ -263,11 +263,11 @@ def test_a_table_that_is_none_is_refused_before_any_work(tune: Any) -> None:
 
 def test_the_table_that_ships_can_be_written(tune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Choice(0), Choice(1), folder=tmp_path)
-    report = tune(shipped=True, clock=Stopwatch({0: 3, 1: 2}))
+    report = tune(shipped=True, quick=False, clock=Stopwatch({0: 3, 1: 2}))
     assert report.table == str(tmp_path / "configurations.toml")
     assert table(report).classes == {"D8": Choice(1), "D16": Choice(1)}
     assert Fake.tables.shipped("D8", report.device) == Choice(1)
-    again = tune(EIGHT, shipped=True, clock=Stopwatch({0: 2, 1: 2}))
+    again = tune(EIGHT, shipped=True, quick=False, clock=Stopwatch({0: 2, 1: 2}))
     assert chosen(again) == {"D8": 1} and table(again).classes["D8"] == Choice(1)
     assert not Fake.tables.user_path(report.device).exists()
 
@@ -275,7 +275,7 @@ def test_the_table_that_ships_can_be_written(tune: Any, tmp_path: Path, monkeypa
 def test_what_ships_for_another_card_is_left_alone(tune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configurations.toml").write_text(table_text(Table("fake", "another card", {"D8": Choice(2)})))
     offer(monkeypatch, Choice(0), Choice(1), folder=tmp_path)
-    report = tune(EIGHT, shipped=True, clock=Stopwatch({0: 2, 1: 3, 2: 4}))
+    report = tune(EIGHT, shipped=True, quick=False, clock=Stopwatch({0: 2, 1: 3, 2: 4}))
     assert [one.label for one in report.classes[0].tried] == ["number 2", "number 0", "number 1"]
     assert (report.table or "").startswith(str(tmp_path / "configurations-")) and table(report).classes == {
         "D8": Choice(0)
@@ -303,6 +303,10 @@ def test_what_cannot_be_tuned_is_refused() -> None:
         make_tune_plan("naive")
     with pytest.raises(UsageError, match="tune takes one implementation, got hopper, hopper_cuda"):
         make_tune_plan("hopper,hopper_cuda")
+    with pytest.raises(UsageError, match="--shipped must not rest on few samples"):
+        make_tune_plan("hopper", shipped=True, quick=True)
+    with pytest.raises(UsageError, match="--workers must be a whole number from 1 on, got 0"):
+        make_tune_plan("hopper", workers=0)
     with pytest.raises(UsageError, match="--budget must be above 0"):
         make_tune_plan("hopper", budget_s=0)
 
@@ -349,7 +353,7 @@ def test_facts_leave_out_what_is_missing() -> None:
     assert "ratio" not in facts and "driver" not in facts and facts["torch"] == "2" and None not in facts.values()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_candidate_that_crashes_costs_itself_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(registry, "_registered", {})

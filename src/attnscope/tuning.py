@@ -77,6 +77,8 @@ def make_tune_plan(
     for what, whole, least in (("--seed", seed, 0), ("--workers", workers, 1)):
         if whole is not None and not least <= whole < 2**63:
             raise UsageError(f"{what} must be a whole number from {least} on, got {whole}")
+    if switches.get("shipped") and switches.get("quick"):
+        raise UsageError("--shipped must not rest on few samples\nhint: leave out --quick")
     names = registry.select(selection)
     if len(names) != 1:
         raise UsageError(f"tune takes one implementation, got {', '.join(names)}\nhint: attnscope list names them")
@@ -153,8 +155,9 @@ class _Tuning:
                 for key in classes:
                     if not budget.allows_another():
                         break
-                    found.append(self._tune(key, classes[key], device))
-                    self._keep(found[-1], device, environment)
+                    one = self._tune(key, classes[key], device)
+                    self._keep(one, device, environment)
+                    found.append(one)
                     self.done += 1
             except KeyboardInterrupt:
                 interrupted = True
@@ -164,7 +167,7 @@ class _Tuning:
         return TuneReport(
             self.plan.name, device, environment, self.created, tuple(found), not_tuned,
             left=tuple(classes)[len(found) :], table=_shown(self.path) if wrote else None,
-            interrupted=interrupted, seconds=time.monotonic() - began,
+            quick=self.plan.quick, interrupted=interrupted, seconds=time.monotonic() - began,
         )  # fmt: skip
 
     def _start(self) -> tuple[Device, Environment]:
@@ -337,7 +340,7 @@ class _Tuning:
         if self.plan.dry_run or found.chosen is None:
             return
         entry = self.tunable.tables.read(found.entry)
-        facts = found.facts(environment, self.created)
+        facts = found.facts(environment, self.created) | ({"quick": True} if self.plan.quick else {})
         written = self.plan.shipped or found.is_changed
 
         def change(table: Table[Any]) -> Table[Any]:

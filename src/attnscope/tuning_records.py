@@ -104,6 +104,7 @@ class TuneReport:
     not_tuned: dict[str, str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     table: str | None = None
+    quick: bool = False
     interrupted: bool = False
     seconds: float = 0.0
 
