@@ -358,7 +358,7 @@ def test_a_candidate_that_crashes_costs_itself_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(registry, "_registered", {})
     report = execute_tune(
-        make_tune_plan("tunable_implementations:Crashing", [EIGHT], device="cpu", quick=True, dry_run=True)
+        make_tune_plan("tunable_implementations:Crashing", [EIGHT], device="cpu", workers=2, quick=True, dry_run=True)
     )
     assert [one.status for one in report.classes[0].tried] == ["measured", "failed", "wrong"]
     assert "SIGSEGV" in report.classes[0].tried[1].message
