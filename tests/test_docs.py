@@ -160,7 +160,7 @@ def test_quick_commands_run(page: Path, tmp_path: Path):
         run_block(block, tmp_path, {""})
 
 
-LONG = ("why.md", "explain.md")  # whose quick blocks run in make test
+LONG = ("why.md", "explain.md", "tuning.md")  # whose quick blocks run in make test
 
 
 @pytest.mark.timeout(900)

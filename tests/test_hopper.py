@@ -21,11 +21,13 @@ import torch
 from attnscope.device import Device, find_device
 from attnscope.errors import PrepareFailed, RecordError
 from attnscope.implementation import find
-from attnscope.implementations.hopper import Hopper, Plan, configurations, kernels, schedules
-from attnscope.implementations.hopper.configurations import Configuration, choose, tuning_class
+from attnscope.implementations.hopper import Hopper, Plan, configurations, entries, kernels, schedules
+from attnscope.implementations.hopper.configurations import Configuration, tuning_class
+from attnscope.implementations.hopper.entries import Entry
 from attnscope.inputs import make_inputs
 from attnscope.reference import compute_attention
 from attnscope.suites import SUITES
+from attnscope.tables import Table, read_table, table_text
 from attnscope.trace import explain_name
 from attnscope.workload import Workload
 from gluon_stand_in import device_function, run_plan
@@ -82,51 +84,152 @@ def test_it_has_no_backward(installed: None) -> None:
     assert find("hopper").reasons_unsupported(workload, H200, "backward") == ["has no backward"]
 
 
+def choose(workload: Workload) -> Configuration:
+    """What the Gluon kernel is compiled with where nobody tuned."""
+    return chosen(workload).gluon
+
+
+def chosen(workload: Workload, device: Device = H200) -> Entry:
+    """The entry of the workload's class, as if it had too many rows for decoding."""
+    found = Hopper.tables.choose(tuning_class(workload), device)
+    assert found is not None
+    return found
+
+
+def shipped() -> Table[Entry]:
+    table = Hopper.tables.load(Hopper.tables.shipped_path(H200), H200)
+    assert table is not None
+    return table
+
+
 @pytest.mark.parametrize("suite", ["grid", "decode", "short", "ragged"])
 def test_every_workload_of_the_suites_runs_and_has_a_configuration(suite: str, installed: None) -> None:
     for workload in SUITES[suite]:
         assert find("hopper").reasons_unsupported(workload, H200) == []
-        assert choose(workload) == configurations.shipped()[tuning_class(workload)]
+        assert chosen(workload) == shipped().classes[tuning_class(workload)]
 
 
-def test_every_class_has_a_shipped_configuration_that_is_a_candidate() -> None:
-    classes = set()
-    for dim in (8, 64, 80, 128, 200, 256):
+def test_every_class_has_a_workload_by_which_it_is_tuned_and_ships_candidates(installed: None) -> None:
+    tuned = {tuning_class(workload): workload for workload in Hopper().tuning_workloads()}
+    for dim in ("8", "64", "80", "128", "192", "200", "256", "192,Dv128", "64,Dv128"):
         for mask in ("", ",causal", ",window=9", ",causal=bottom_right,window=9", *OPTIONS.values()):
             for dtype in ("bf16", "fp16"):
-                for length in (1, 1024, 1025, 4096, 4097, 100_000):
-                    workload = Workload.parse(f"B1,H1,L{length},D{dim},{dtype}{mask}")
-                    assert configurations.shipped()[tuning_class(workload)] in Hopper().candidates(workload, H200)
-                    classes.add(tuning_class(workload))
-    assert classes == set(configurations.shipped())
+                for length in ("H1,L1", "H2,L4160", "H99,L1024", "H99,L1025", "H99,L4096", "H99,L4097", "L100000,H9"):
+                    assert tuning_class(Workload.parse(f"{length},D{dim},{dtype}{mask}")) in tuned
+    for key, entry in shipped().classes.items():
+        offered = entries.candidates(tuned[key], H200)
+        assert entry.gluon in [one.gluon for one in offered]
+        assert entry.cuda in [None, *(one.cuda for one in offered)]
+
+
+def test_few_rows_are_not_tuned_by_name(installed: None) -> None:
+    decoding, other = Workload.parse("B8,H32/8,L1,S8192,D128,bf16"), Workload.parse("B1,H1,L65,D128,bf16")
+    assert Hopper().tuning_class(decoding) == "decode"
+    assert "class decode has no configuration" in str(Hopper().reason_untuned(decoding))
+    assert Hopper().reason_untuned(other) is None
+    assert Hopper().tuning_class(decoding.replace(B=0)) == "D128,full,bf16,few"
+
+
+def test_candidates_of_both_engines_are_offered(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload.parse("B2,H1,L9000,D72,bf16,causal")
+    found = Hopper().candidates(workload, H200)
+    assert {one.engine for one in found} == {"gluon", "cuda"}
+    assert found[0] == Entry(configurations.candidates(workload)[0])
+    assert [one.cuda for one in found if one.cuda] == find("hopper_cuda").candidates(  # type: ignore[attr-defined]
+        workload.replace(D=128), H200
+    )
+    assert {one.engine for one in Hopper().candidates(workload.replace(softcap=9.0), H200)} == {"gluon"}
+
+
+def engines_that_run(text: str, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What hopper prepares of an entry, by stand-ins for both engines."""
+    ran: list[Any] = []
+    monkeypatch.setattr(
+        "attnscope.implementations.hopper.PreparedHopper", lambda workload, device, one: ran.append(one)
+    )
+    monkeypatch.setattr(
+        "attnscope.implementations.hopper_cuda.PreparedHopperCuda", lambda workload, device, one: ran.append(one)
+    )
+    Hopper().prepare_as(Workload.parse(text), H200, entry)
+    return ran
+
+
+def test_the_other_engine_runs_where_it_is_named_and_takes_the_workload(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gluon = Configuration(keys=64)
+    cuda = find("hopper_cuda").candidates(Workload.parse("B1,H1,L9,D128,bf16"), H200)[0]  # type: ignore[attr-defined]
+    for text, entry, expected in (
+        ("B1,H1,L99,D128,bf16", Entry(gluon, cuda), cuda),
+        ("B1,H1,L99,D128,bf16", Entry(gluon), gluon),
+        ("B1,H1,L99,D128,bf16,softcap=9", Entry(gluon, cuda), gluon),
+        ("B1,H1,L99,D128,bf16,lengths=9", Entry(gluon, cuda), gluon),
+    ):
+        assert engines_that_run(text, entry, monkeypatch) == [expected]
+
+
+def test_what_ran_is_told_by_the_kernels_names() -> None:
+    for names, told in (
+        (["hopper_cuda_forward"], "hopper_cuda"),
+        (["Memset", "hopper_attention_forward"], "hopper"),
+        (["hopper_attention_decode", "hopper_attention_decode_combine"], "hopper's decoding"),
+        (["nothing"], None),
+    ):
+        assert Hopper().ran(names) == told
+        pattern = Hopper.sheet.kernels["cuda"][0]
+        assert any(re.search(pattern, name) for name in names) == (told is not None)
 
 
 def test_the_users_table_goes_before_the_shipped_one() -> None:
-    workload, own = Workload.parse("B1,H1,L64,D64,bf16"), Configuration(groups=2, slots=3)
-    path = configurations.user_table_path()
+    workload, own = Workload.parse("B1,H1,L64,D64,bf16"), Entry(Configuration(groups=2, slots=3))
+    path = Hopper.tables.user_path(H200)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(configurations.write_table({tuning_class(workload): own}))
-    assert choose(workload) == own
-    assert choose(workload.replace(dtype="fp16")) == configurations.shipped()["D64,full,fp16,short"]
+    path.write_text(table_text(Table("hopper", "NVIDIA H200", {tuning_class(workload): own})))
+    assert chosen(workload) == own
+    assert chosen(workload, dataclasses.replace(H200, name="NVIDIA H100")) != own
+    assert chosen(workload.replace(dtype="fp16")) == shipped().classes["D64,full,fp16,few"]
 
 
-def test_a_configuration_reads_what_it_writes() -> None:
-    for candidate in Hopper().candidates(Workload.parse("B1,H1,L64,D128,bf16,causal"), H200):
-        assert Configuration.from_dict(candidate.as_dict()) == candidate
-        assert configurations.read_table(configurations.write_table({"x": candidate}), "a") == {"x": candidate}
-        assert len(str(candidate)) < 100
+def test_an_entry_reads_what_it_writes(installed: None) -> None:
+    offered = Hopper().candidates(Workload.parse("B1,H1,L100,D128,bf16,causal"), H200)
+    assert offered
+    for entry in offered:
+        assert Entry.from_dict(entry.as_dict()) == entry
+        text = table_text(Table("hopper", "NVIDIA H200", {"x": entry}))
+        assert read_table(text, "a", "hopper", Entry.from_dict).classes == {"x": entry}
+        assert len(str(entry)) < 120
+
+
+def test_the_fallback_of_the_other_engine_is_the_fastest_of_its_own(installed: None) -> None:
+    offered = Hopper().candidates(Workload.parse("B1,H1,L100,D128,bf16"), H200)
+    cuda, gluon = [one for one in offered if one.cuda], [one for one in offered if not one.cuda]
+    assert Hopper().settled([cuda[1], cuda[0], gluon[2], gluon[0]]) == Entry(gluon[2].gluon, cuda[1].cuda)
+    assert Hopper().settled([gluon[2], cuda[0]]) == gluon[2]
+    assert Hopper().settled([cuda[0]]) == cuda[0]
 
 
 @pytest.mark.parametrize("values", [{"keys": "64"}, {"pingpong": 1}, {"rows": 64}, {"keys": True}])
 def test_a_wrong_configuration_is_a_sentence(values: dict[str, Any]) -> None:
     with pytest.raises(RecordError, match=r"a configuration of hopper takes keys, .* got .*\nhint: attnscope tune"):
-        Configuration.from_dict(values)
+        Entry.from_dict(values)
 
 
-@pytest.mark.parametrize("text", ["keys = ", "a = 3", "[a]\nkeys = 1.5"])
-def test_a_table_that_is_none_is_a_sentence(text: str) -> None:
-    with pytest.raises(RecordError, match="hint: attnscope tune hopper"):
-        configurations.read_table(text, "my table")
+@pytest.mark.parametrize(
+    "values",
+    [{"engine": "cutlass"}, {"engine": "cuda"}, {"cuda": {"groups": 2, "keys": 64, "stages": 2}}, {"engine": 3}],
+)
+def test_an_engine_without_its_configuration_is_a_sentence(values: dict[str, Any]) -> None:
+    with pytest.raises(
+        RecordError, match=r"engine must be gluon, or cuda beside a table cuda .*\nhint: attnscope tune"
+    ):
+        Entry.from_dict(values)
+
+
+def test_a_wrong_configuration_of_the_other_engine_is_a_sentence() -> None:
+    with pytest.raises(RecordError, match=r"a configuration of hopper_cuda takes groups, .* got tiles = 3"):
+        Entry.from_dict({"engine": "cuda", "cuda": {"groups": 2, "keys": 64, "stages": 2, "tiles": 3}})
+    with pytest.raises(RecordError, match="a configuration of hopper_cuda must say keys, stages, got groups"):
+        Entry.from_dict({"engine": "cuda", "cuda": {"groups": 2}})
 
 
 def test_a_broken_triton_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +304,7 @@ SCHEDULED = [
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_a_schedule_holds_each_tile_once_and_blocks_end_within_one_tile(text: str, blocks: int) -> None:
     workload = Workload.parse(text)
-    plan = Plan(workload, Hopper().candidates(workload, H200)[0])
+    plan = Plan(workload, configurations.candidates(workload)[0])
     assert plan.tiles == 0 or Plan(workload, Configuration()).scheduled
     blocks = min(blocks, plan.tiles)
     costs = schedules.tile_costs(workload, plan.configuration.rows, plan.configuration.keys)
@@ -369,7 +472,7 @@ def test_without_rows_or_keys_nothing_is_launched(text: str) -> None:
 
 # --- slow: compiling for a card that is not here ----------------------------------------------------------------------
 
-SHIPPED = sorted(configurations.shipped())
+SHIPPED = sorted(shipped().classes)
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 REPORT = """
 import json, subprocess, sys, tempfile
@@ -466,7 +569,7 @@ def test_all_that_may_be_chosen_compiles_cleanly(dim: str, tmp_path: Path) -> No
     jobs = {}
     for key in (key for key in SHIPPED if key.startswith(f"{dim},") and "bf16,long" in key):
         workload = Workload.parse(text_of(key))
-        for candidate in Hopper().candidates(workload, H200):
+        for candidate in configurations.candidates(workload):
             jobs[(text_of(key), dataclasses.replace(candidate, persistent=True))] = None
     assert_clean(compile_apart("3.6.0", list(jobs), tmp_path))
 
@@ -498,4 +601,4 @@ def test_each_claimed_release_of_triton_compiles_it(version: str, tmp_path: Path
     texts += ["B1,H2,L2048,D64,bf16,mask=bool:1x1xLxS", "B1,H2,L2048,D128,bf16,bias=bf16:1xHxLxS"]
     jobs = [(text, choose(Workload.parse(text))) for text in texts]
     found = compile_apart(version, jobs, tmp_path)
-    assert [threads for *_, threads, _ in found] == [128 * (configuration.groups + 1) for _, configuration in jobs]
+    assert [threads for *_, threads, _ in found] == [128 * (1 + one.groups) for _, one in jobs]

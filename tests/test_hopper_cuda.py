@@ -15,6 +15,7 @@ from attnscope.implementations import hopper_cuda
 from attnscope.implementations.common import NO_TILE
 from attnscope.implementations.hopper_cuda import configurations, scheduling
 from attnscope.implementations.hopper_cuda.configurations import CHOICES, Configuration, usual
+from attnscope.tables import Table, table_text
 from attnscope.workload import Workload
 
 torch = pytest.importorskip("torch")
@@ -81,6 +82,8 @@ def test_the_kernel_is_right_on_the_emulator(emulated):
 
 
 MASKS = ("", ",causal", ",causal=bottom_right", ",window=40", ",causal,window=40")
+
+
 def test_two_blocks_that_share_keys_are_right_on_the_emulator(emulated):
     for text in (
         "B1,H2,L300,S210,D64,bf16,causal=bottom_right,layout=blhd",  # an odd number of tiles of rows; two turns
@@ -314,6 +317,28 @@ def test_a_configuration_fits_by_both_head_dims():
     narrow = Configuration(3, 112, 2)
     assert narrow.fits(64, 96) and not narrow.fits(64, 128) and not narrow.fits(64, 256)  # by registers
     assert wide.shared_bytes(192, 128) == 1024 + 128 * 384 + 2 * 128 * (384 + 256) + 10 * 8
+
+
+def test_every_class_has_a_shipped_configuration_that_is_a_candidate(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
+    kind, found = hopper_cuda.HopperCuda(), {}
+    for workload in kind.tuning_workloads():
+        found[kind.tuning_class(workload)] = kind.tables.choose(kind.tuning_class(workload), HOPPER)
+        assert found[kind.tuning_class(workload)] in [None, *kind.candidates(workload, HOPPER)]
+    assert len(found) == len(kind.tuning_workloads()) and sum(one is not None for one in found.values()) >= 72
+
+
+def test_the_users_table_goes_before_what_ships(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(hopper_cuda, "PreparedHopperCuda", lambda workload, device, configuration: configuration)
+    kind, workload = hopper_cuda.HopperCuda(), Workload.parse("B9,H9,L512,D64,bf16")
+    assert kind.prepare(workload, HOPPER) == kind.tables.shipped(kind.tuning_class(workload), HOPPER)
+    own = Configuration(2, 64, 3, slack=4)
+    path = kind.tables.user_path(HOPPER)
+    path.parent.mkdir(parents=True)
+    path.write_text(table_text(Table("hopper_cuda", HOPPER.name, {kind.tuning_class(workload): own})))
+    assert kind.prepare(workload, HOPPER) == own
+    assert kind.prepare(workload.replace(dtype="fp16"), HOPPER) != own
 
 
 def test_a_configuration_that_does_not_fit_is_refused():

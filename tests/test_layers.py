@@ -23,6 +23,7 @@ BASE = {"errors", "units", "device", "records"}  # everyone may import these
 NEVER_TORCH = ("trace", "explaining", "reporting")
 HEAVY = {"torch", "triton", "plotly", "pynvml", "cuda", "cudnn", "IPython", "numpy"}
 SHARED = {"common", "library", "heads_last"}  # what implementations share
+CONTRACT = {"attnscope.tunable", "attnscope.tables"}  # beside attnscope.implementation
 # A record shows itself in a notebook and on a terminal; the views are imported when it does.
 EXCEPTIONS = {
     ("attnscope.records", "attnscope.reporting.notebook"),
@@ -117,7 +118,9 @@ def test_implementations_import_the_contract_and_nothing_from_each_other(module)
     assert not others, f"{module} imports {others}"
     tools = {"attnscope.cuda", "attnscope.driver", "attnscope.cudnn", "attnscope.cudnn_plans"}
     allowed = {"attnscope.implementation", *tools, *(f"attnscope.implementations.{name}" for name in SHARED)}
-    odd = {name for name in ours(module) if stage_of(name) == 2 and not implementation_family(name)} - allowed
+    odd = (
+        {name for name in ours(module) if stage_of(name) == 2 and not implementation_family(name)} - allowed - CONTRACT
+    )
     assert not odd, f"{module} imports {odd}"
 
 

@@ -23,6 +23,7 @@ from attnscope.kernels_cli import kernels_app
 from attnscope.ladder_cli import ladder
 from attnscope.share_cli import share
 from attnscope.terminal import never_fail_to_encode
+from attnscope.tune_cli import tune
 from attnscope.view_cli import view
 from attnscope.why_cli import why
 
@@ -263,6 +264,7 @@ app.command()(explain)
 app.command()(why)
 app.command()(ladder)
 app.command()(fuzz)
+app.command()(tune)
 app.command()(view)
 app.command()(share)
 app.add_typer(kernels_app, name="kernels")

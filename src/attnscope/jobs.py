@@ -209,7 +209,7 @@ def measure(
         except Exception as error:
             raise MeasureFailed(name, error) from error
     with grad_mode(direction):
-        before = {contestant.name: _seeded(contestant, ask.seed) for contestant in contestants}
+        before = {contestant.name: seeded_result(contestant.call, ask.seed) for contestant in contestants}
         measurements, verdicts = measure_rivals(
             contestants,
             ask.workload,
@@ -223,7 +223,7 @@ def measure(
         )
         for contestant in contestants:
             report(("compare", contestant.name))
-            if not _same(before[contestant.name], _seeded(contestant, ask.seed)):
+            if not same_results(before[contestant.name], seeded_result(contestant.call, ask.seed)):
                 cause = CheckFailed("its result is no longer what it was before it was timed")
                 raise MeasureFailed(contestant.name, cause)
     measurements = {name: _remarked(found, prepared_for(ask, name)) for name, found in measurements.items()}
@@ -236,12 +236,12 @@ def _remarked(found: Measurement, prepared: Prepared) -> Measurement:
     return replace(found, notes=(*found.notes, *remarks())) if callable(remarks) else found
 
 
-def _seeded(contestant: Contestant, seed: int) -> list[Any]:
+def seeded_result(call: Callable[[], Any], seed: int) -> list[Any]:
     """Copies of what a call returns; one that draws dropout draws the same one each time."""
     import torch
 
     torch.manual_seed(seed)
-    return _tensors(contestant.call())
+    return _tensors(call())
 
 
 def _tensors(result: Any) -> list[Any]:
@@ -249,7 +249,7 @@ def _tensors(result: Any) -> list[Any]:
     return [tensor.clone() for tensor in (result.tensors().values() if hasattr(result, "tensors") else [result])]
 
 
-def _same(before: list[Any], after: list[Any]) -> bool:
+def same_results(before: list[Any], after: list[Any]) -> bool:
     """Alike within 1 % of their norm: sums in another order may differ, a result that was swapped does."""
     return all(
         bool(((b.float() - a.float()).norm() <= 0.01 * b.float().norm()).item())

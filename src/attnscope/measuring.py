@@ -196,6 +196,29 @@ def measure_rivals(
     return measured, verdicts_of(direction, isolated, sustained, ours)
 
 
+def time_in_turn(
+    contestants: Sequence[Contestant],
+    device: Device,
+    options: MeasureOptions | None = None,
+    *,
+    progress: Progress = lambda name, stage: None,
+    warm: Sequence[Any] = (),
+) -> dict[str, dict[int, float]]:
+    """Isolated times in ms by name and round, nothing else; times of one round may be paired.
+
+    Raises:
+        MeasureFailed: names the rival that raised.
+    """
+    options = options or MeasureOptions()
+    bench = _Bench(make_timer(device), options.plan(device), progress, warm, cold_calls=0)
+    rivals = [_Rival(contestant) for contestant in contestants]
+    with _own_garbage_collection():
+        for rival in rivals:
+            _warm_up(bench, rival, device)
+        _isolated(bench, rivals, random.Random(options.seed))
+    return {rival.name: rival.isolated for rival in rivals}
+
+
 def _warm_up(bench: _Bench, rival: _Rival, device: Device) -> None:
     """Call once, then take what single calls tell: memory, and the host's time, which sizes the spin."""
     call, timer = rival.contestant.call, bench.timer
@@ -402,5 +425,5 @@ def _own_garbage_collection() -> Iterator[None]:
 
 __all__ = [
     "Contestant", "MeasureFailed", "MeasureOptions", "estimated_seconds", "limit_of", "measure_limits",
-    "measure_rivals", "rotation_count",
+    "measure_rivals", "rotation_count", "time_in_turn",
 ]  # fmt: skip

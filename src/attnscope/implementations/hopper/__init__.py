@@ -2,23 +2,27 @@
 
 Reads Inputs, writes Output. Must not import another implementation or a later stage. The kernel stands in
 ``kernels.py``, what changed between releases of Triton in ``gluon_shim.py``, bool masks and biases in ``masked.py``,
-which configuration is compiled in ``configurations.py``; docs/concepts/hopper.md says how it works and which ideas won.
+what may be compiled in ``configurations.py``, which of it is in ``entries.py``; docs/concepts/hopper.md says how it
+works and which ideas won.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from attnscope import driver
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed, UsageError
-from attnscope.implementation import Gradients, Output, Prepared, Sheet, SheetImplementation
+from attnscope.implementation import Gradients, Output, Prepared, Sheet
 from attnscope.implementations.common import nothing_seen, output_forms
-from attnscope.implementations.hopper import configurations, decode, gluon_shim, schedules
+from attnscope.implementations.hopper import configurations, decode, entries, gluon_shim, schedules
 from attnscope.implementations.hopper.configurations import Configuration, block_of
+from attnscope.implementations.hopper.entries import Entry
 from attnscope.inputs import Inputs, Tensor, row_bounds
+from attnscope.tunable import TunableImplementation
 from attnscope.units import DTYPE_BYTES
 from attnscope.workload import Workload
 
@@ -30,10 +34,17 @@ WARPS = 4  # of a group
 MULTIPROCESSORS = 132  # where the device does not say
 OPTIONS = {"lengths": "lengths", "slopes": "alibi_slopes", "sinks": "sinks"}  # pointers that a call brings: in Inputs
 NO_BIAS, BIAS_TILE, BIAS_ROW, BIAS_COLUMN = range(4)  # kernels.py: how a bias is read
+DECODE = "decode"
+RAN = {  # whose kernel ran, by the kernels' names
+    r"^hopper_cuda_forward$": "hopper_cuda",
+    r"^hopper_attention_decode": "hopper's decoding",
+    r"^hopper_attention_": "hopper",
+}
 
 
-class Hopper(SheetImplementation):
-    """Forward with every mask and an additive bias, head dims up to 256 that are multiples of 8."""
+class Hopper(TunableImplementation):
+    """Forward with every mask and an additive bias, head dims up to 256 that are multiples of 8. Two engines: its own
+    kernels in Gluon and Triton, and hopper_cuda's where a table says that it is faster."""
 
     name = "hopper"
     summary = "our own forward for compute capability 9.0: TMA, wgmma, warp groups that take turns"
@@ -52,7 +63,7 @@ class Hopper(SheetImplementation):
         max_head_dim=256,
         head_dim_multiple=8,
         packages=("torch", "triton>=3.6"),
-        kernels={"cuda": (r"^hopper_attention_",)},
+        kernels={"cuda": (r"^hopper_attention_|^hopper_cuda_forward$",)},
         coarse_tanh=True,
         lse=True,
         deterministic=True,
@@ -65,31 +76,60 @@ class Hopper(SheetImplementation):
         del device, direction
         return list(_size_reasons(workload))
 
-    def tuning_class(self, workload: Workload) -> str:
-        """Workloads of one class share a configuration."""
-        return configurations.tuning_class(workload)
+    tables = entries.TABLES
 
-    def candidates(self, workload: Workload, device: Device) -> list[Configuration]:
-        """Configurations worth measuring, most promising first."""
-        del device
-        return configurations.candidates(workload)
+    def tuning_class(self, workload: Workload) -> str:
+        """Workloads of one class share an entry of the tables; those of few rows are all ``decode``."""
+        return DECODE if _decodes(workload) else configurations.tuning_class(workload)
+
+    def tuning_workloads(self) -> list[Workload]:
+        """One workload for each class that is tuned."""
+        return configurations.tuning_workloads()
+
+    def reason_untuned(self, workload: Workload) -> str | None:
+        """Decoding computes its choice from a workload's own sizes."""
+        if not _decodes(workload):
+            return None
+        return f"class {DECODE} has no configuration: its tile and splits follow from each workload's sizes"
+
+    def candidates(self, workload: Workload, device: Device) -> list[Entry]:
+        """Entries worth measuring, the most promising of its own first, then those of hopper_cuda."""
+        return entries.candidates(workload, device)
+
+    def settled(self, best_first: Sequence[Entry]) -> Entry:
+        """The fastest, and beside hopper_cuda's the fastest of its own, for what hopper_cuda refuses."""
+        return entries.settled(best_first)
+
+    def ran(self, names: Iterable[str]) -> str | None:
+        """Whose kernel ran, by the kernels' names; None where they do not tell."""
+        names = list(names)
+        for pattern, told in RAN.items():
+            if any(re.search(pattern, name) for name in names):
+                return told
+        return None
 
     def prepare(self, workload: Workload, device: Device) -> Prepared:
-        """Compiles for the workload's class: the user's configuration, else the one that ships.
+        """Compiles what the tables say of the workload's class: the user's, else the one that ships.
 
         Raises:
             PrepareFailed: triton does not import, or the kernel does not compile or load.
+            RecordError: a table is not one.
         """
-        if decode.fits(workload, device) and 0 not in (workload.B, workload.L, workload.S):
+        if _decodes(workload) and decode.fits(workload, device):
             return self._made(lambda: _decoding(workload, device))
-        return self.prepare_as(workload, device, configurations.choose(workload))
+        return self.prepare_as(workload, device, self.chosen(workload, device))
 
-    def prepare_as(self, workload: Workload, device: Device, configuration: Configuration) -> Prepared:
-        """Compiles that configuration. Raises PrepareFailed."""
+    def prepare_as(self, workload: Workload, device: Device, configuration: Entry) -> Prepared:
+        """Compiles that entry: hopper_cuda's kernel where it has one and hopper_cuda takes the workload, else the
+        Gluon kernel. Raises PrepareFailed."""
         from attnscope.implementations.hopper.masked import PreparedMasked
 
+        if configuration.cuda is not None:
+            other = entries.cuda_engine()
+            if not other.reasons_unsupported(workload, device):
+                return other.prepare_as(workload, device, configuration.cuda)
         made = PreparedHopper if workload.mask is None and workload.bias is None else PreparedMasked
-        return self._made(lambda: made(workload, device, configuration))
+        return self._made(lambda: made(workload, device, configuration.gluon))
 
     def _made(self, make: Callable[[], Prepared]) -> Prepared:
         try:
@@ -100,6 +140,11 @@ class Hopper(SheetImplementation):
             lines = str(error).strip().splitlines() or [""]
             message = f"{self.name}: Triton failed with {type(error).__name__}"
             raise PrepareFailed(message, "\n".join(lines[:1] + lines[1:][-11:])) from error
+
+
+def _decodes(workload: Workload) -> bool:
+    """Whether the kernels for few rows take the workload."""
+    return decode.takes(workload) and 0 not in (workload.B, workload.L, workload.S)
 
 
 def _decoding(workload: Workload, device: Device) -> Prepared:

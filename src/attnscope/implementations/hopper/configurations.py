@@ -1,34 +1,31 @@
-"""Stage 2: how the kernel of ``hopper`` is compiled for which workload, as data.
+"""Stage 2: how the Gluon kernel of ``hopper`` is compiled, as data, and which workloads share a choice.
 
-Reads the table that ships and the user's own, which ``attnscope tune hopper`` writes; writes a Configuration. Imports
-no torch. Must not import another implementation or a later stage.
+Reads a Workload, writes Configurations. Imports no torch. Must not import another implementation or a later stage.
+Which one a workload gets stands in a table (``entries.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib.resources
-import os
-import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from attnscope.cuda import cache_directory
-from attnscope.errors import RecordError
+from attnscope.tables import Settings
 from attnscope.workload import Workload
 
 GROUP_ROWS = 64  # query rows of a group of 128 threads
 LEAST_KEYS = 64  # keys of a tile, at the least
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
 GEOMETRY = frozenset({"causal_top_left", "causal_bottom_right", "window", "lengths", "packed"})
+FEW_TILES = 132  # of one group's rows: so many multiprocessors have Hopper's largest cards
+TUNED_MASKS = (  # of a class's workload; {} is a quarter of L
+    "", ",causal", ",causal,window={}", ",mask=bool:1x1xLxS", ",bias=bf16:1xHxLxS", ",bias=fp32:1xHxLxS",
+    ",softcap=20,bias=bf16:1xHxLxS",
+)  # fmt: skip
 LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Settings, owner="hopper"):
     """What the kernel is compiled with; each switch is an idea of docs/concepts/hopper.md.
 
     ``keys`` a tile; ``slots`` of the ring that K and V share; ``q_slots`` of Q, 2 load the next tile's Q early and let
@@ -53,26 +50,6 @@ class Configuration:
     lazy_sum: bool = True
     bias_slots: int = 1
 
-    def as_dict(self) -> dict[str, int | bool]:
-        """Plain JSON values; :meth:`from_dict` reads them."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Configuration:
-        """The configuration of ``as_dict``.
-
-        Raises:
-            RecordError: a name is unknown, or a value is of another type.
-        """
-        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        for name, value in values.items():
-            if name not in kinds or type(value) is not kinds[name]:
-                raise RecordError(
-                    f"a configuration of hopper takes {', '.join(kinds)}, got {name} = {value!r}\n"
-                    "hint: attnscope tune hopper writes them"
-                )
-        return cls(**values)
-
     def __str__(self) -> str:
         words = [f"{self.groups}x{GROUP_ROWS}", f"keys {self.keys}", f"slots {self.slots}/{self.q_slots}"]
         words += [f"regs {self.producer_registers}/{self.consumer_registers}"]
@@ -90,14 +67,28 @@ def block_of(workload: Workload) -> int:
     return next(size for size in (64, 128, 256) if max(workload.D, workload.D_v) <= size)
 
 
-def tuning_class(workload: Workload) -> str:
-    """Workloads that share a configuration: ``D128,causal,bf16,long``."""
+def widest(workload: Workload) -> tuple[int, int]:
+    """The largest (D, D_v) of the workload's class: (64, 64), (128, 128), (192, 128), (192, 192) or (256, 256)."""
     w = workload
+    if 128 < w.D <= 192 and w.D_v <= 128:  # multi-head latent attention
+        return 192, 128
+    width = next(size for size in (64, 128, 192, 256) if max(w.D, w.D_v) <= size)
+    return width, width
+
+
+def tuning_class(workload: Workload) -> str:
+    """Workloads that share a configuration: ``D128,causal,bf16,long``. Those of few rows in all are ``few``, however
+    many keys they see: what counts there is that every multiprocessor has something to do."""
+    w = workload
+    dim, value_dim = widest(w)
+    width = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
     length = next(name for name, most in LENGTHS if most is None or w.S <= most)
-    return f"D{block_of(w)},{_mask_of(w)},{w.dtype},{length}"
+    if w.B * w.H * -(-w.L // GROUP_ROWS) <= FEW_TILES:
+        length = "few"
+    return f"{width},{mask_of(w)},{w.dtype},{length}"
 
 
-def _mask_of(w: Workload) -> str:
+def mask_of(w: Workload) -> str:
     """The word of a class: a bias's size, a bool mask, one of them beside what needs registers too, or geometry."""
     more = w.alibi or w.sinks or w.softcap is not None
     if w.bias is not None:
@@ -108,64 +99,20 @@ def _mask_of(w: Workload) -> str:
     return "window" if w.window is not None else "causal" if w.causal is not None else "full"
 
 
-def user_table_path() -> Path:
-    """Where the user's own table lies, in attnscope's cache folder."""
-    return cache_directory().parent / "hopper" / "configurations.toml"
-
-
-def read_table(text: str, name: str) -> dict[str, Configuration]:
-    """Class -> Configuration of a table's text.
-
-    Raises:
-        RecordError: it is no such table.
-    """
-    try:
-        entries = tomllib.loads(text)
-        return {key: Configuration.from_dict(values) for key, values in entries.items()}
-    except (tomllib.TOMLDecodeError, TypeError, AttributeError) as error:
-        raise RecordError(
-            f"{name} is no table of configurations: {error}\nhint: attnscope tune hopper writes one"
-        ) from None
-
-
-def write_table(entries: Mapping[str, Configuration]) -> str:
-    """The text that :func:`read_table` reads, classes in order."""
-
-    def lines() -> Iterator[str]:
-        for key, configuration in sorted(entries.items()):
-            yield f'["{key}"]'
-            for name, value in configuration.as_dict().items():
-                yield f"{name} = {str(value).lower()}"
-            yield ""
-
-    return "\n".join(lines())
-
-
-@functools.cache
-def shipped() -> dict[str, Configuration]:
-    """The table that comes with attnscope: measured on an H200."""
-    file = importlib.resources.files("attnscope.implementations.hopper") / "configurations.toml"
-    return read_table(file.read_text(), file.name)
-
-
-def users() -> dict[str, Configuration]:
-    """The user's own table; empty where there is none."""
-    path = user_table_path()
-    return read_table(path.read_text(), os.fspath(path)) if path.is_file() else {}
-
-
-def choose(workload: Workload) -> Configuration:
-    """The user's configuration for the workload's class, else the one that ships."""
-    key = tuning_class(workload)
-    found = users().get(key) or shipped().get(key)
-    if found is None:
-        raise RecordError(f"no table has a configuration for {key}\nhint: attnscope tune hopper")
-    return found
+def tuning_workloads() -> list[Workload]:
+    """One workload for each class, of about 16,384 tokens and 2,048 columns over all heads, or of few rows."""
+    return [
+        Workload.parse(f"B{batch},H{heads or 2048 // dim},L{length},{dims},{dtype}{mask.format(length // 4)}")
+        for dim, dims in ((64, "D64"), (128, "D128"), (192, "D192"), (192, "D192,Dv128"), (256, "D256"))
+        for mask in TUNED_MASKS
+        for dtype in ("bf16", "fp16")
+        for batch, heads, length in ((1, 16, 512), (32, None, 512), (8, None, 2048), (2, None, 8192))
+    ]
 
 
 def candidates(workload: Workload) -> list[Configuration]:
     """What is worth measuring for the workload, most promising first; all of it compiles without spills."""
-    mask = _mask_of(workload)
+    mask = mask_of(workload)
     mask = "uneven" if mask in ("window", "causal") else mask
     return [Configuration(**values) for values in _CANDIDATES[mask][block_of(workload)]]
 

@@ -72,12 +72,15 @@ TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 
 
 def fits(workload: Workload, device: Device) -> bool:
-    """Whether this kernel takes the workload on the device: few rows, no option that it lacks, a card of 9.0."""
+    """Whether this kernel takes the workload on the device: a card of 9.0."""
+    return device.kind == "cuda" and device.capability == (9, 0) and takes(workload)
+
+
+def takes(workload: Workload) -> bool:
+    """Whether this kernel takes the workload: few rows, and no option that it lacks."""
     w = workload
     return (
-        device.kind == "cuda"
-        and device.capability == (9, 0)
-        and w.dtype in ("bf16", "fp16")
+        w.dtype in ("bf16", "fp16")
         and w.L * w.group <= MAX_ROWS
         and not w.features & REFUSED
         and all(dim <= MAX_HEAD_DIM and dim % VECTOR == 0 for dim in (w.D, w.D_v))

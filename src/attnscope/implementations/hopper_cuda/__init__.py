@@ -14,11 +14,12 @@ from typing import Any
 from attnscope import cuda, driver
 from attnscope.device import Device
 from attnscope.errors import UsageError
-from attnscope.implementation import Output, Sheet, SheetImplementation
+from attnscope.implementation import Output, Sheet
 from attnscope.implementations.common import nothing_seen, output_forms
 from attnscope.implementations.hopper_cuda import configurations, scheduling
 from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div
 from attnscope.inputs import Inputs, Tensor
+from attnscope.tunable import Tables, TunableImplementation
 from attnscope.workload import Workload
 
 SOURCE = Path(__file__).parent / "forward.cu"
@@ -30,7 +31,7 @@ RECIPROCAL_OF_1 = 2**62  # exact for what is below 2**30, as tiles and heads are
 NO_TABLE = ctypes.c_void_p(None)
 
 
-class HopperCuda(SheetImplementation):
+class HopperCuda(TunableImplementation):
     """Forward only, causal both ways, windows, grouped heads; head dims up to 256, those of values of their own."""
 
     name = "hopper_cuda"
@@ -71,16 +72,18 @@ class HopperCuda(SheetImplementation):
         """The class of workloads that share a tuned configuration."""
         return configurations.tuning_class(workload)
 
+    tables: Tables[Configuration] = Tables(name, Configuration.from_dict, SOURCE.parent)
+
+    def tuning_workloads(self) -> list[Workload]:
+        """One workload for each class."""
+        return configurations.tuning_workloads()
+
     def candidates(self, workload: Workload, device: Device) -> list[Configuration]:
         """Configurations worth timing, the usual one first."""
         return configurations.candidates(workload, device)
 
-    def prepare(self, workload: Workload, device: Device) -> PreparedHopperCuda:
-        """Compiles the usual configuration, or takes it from the cache. Raises PrepareFailed."""
-        return self.prepare_as(workload, device, configurations.usual(workload))
-
     def prepare_as(self, workload: Workload, device: Device, configuration: Configuration) -> PreparedHopperCuda:
-        """The same with a configuration of the caller's choice.
+        """Compiles a configuration, or takes it from the cache.
 
         Raises:
             UsageError: it does not fit the card.

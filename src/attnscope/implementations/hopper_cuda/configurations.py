@@ -6,9 +6,11 @@ Reads a Workload and a Device, writes Configurations. Imports neither torch nor 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from attnscope.device import Device
+from attnscope.tables import Settings
 from attnscope.workload import Workload
 
 SHARED_LIMIT_BYTES = 227 * 1024
@@ -27,7 +29,7 @@ C_TYPES = {"bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Settings, owner="hopper_cuda"):
     """What the kernel is compiled and launched with beside the workload.
 
     ``groups`` of 64 rows a block, ``keys`` a tile, ``stages`` of keys and as many of values. ``ping_pong``: groups
@@ -116,6 +118,18 @@ class Configuration:
 def ceil_div(a: int, b: int) -> int:
     """a / b rounded up."""
     return -(-a // b)
+
+
+def tuning_workloads() -> list[Workload]:
+    """The first of each class: about 16,384 tokens and 2,048 columns over all heads, then such of few rows."""
+    found: dict[str, Workload] = {}
+    for limits, mask, dtype in product({key[:-2] for key in CHOICES}, ("", ",causal", ",causal,window={}"), C_TYPES):
+        dims = f"D{limits[0]}" + (f",Dv{limits[-1]}" if len(limits) > 1 else "")
+        for sizes, length in product((f"H{2048 // limits[0]},B{{}}", "H{1},B1"), (512, 2048, 8192)):
+            heads = sizes.format(16384 // length, 8192 // length)
+            workload = Workload.parse(f"{heads},L{length},{dims},{dtype}{mask.format(length // 4)}")
+            found.setdefault(tuning_class(workload), workload)
+    return sorted(found.values(), key=tuning_class)
 
 
 def padded_head_dim(head_dim: int) -> int:
