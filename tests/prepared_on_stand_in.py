@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attnscope import cuda
-from attnscope.implementations.hopper import Plan, PreparedHopper, configurations, decode, gluon_shim, masked
+from attnscope.implementations.hopper import Hopper, Plan, PreparedHopper, decode, gluon_shim, masked
 from attnscope.implementations.hopper_cuda import KERNEL, SOURCE, HopperCuda
 from attnscope.workload import Workload
 from cuda_emulator import ctype_of
@@ -40,7 +40,7 @@ def _hopper(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
     monkeypatch.setattr(masked.MaskPlan, "compile", lambda self: in_front)
     monkeypatch.setattr("attnscope.driver.load", load)
     kind = PreparedHopper if workload.mask is None and workload.bias is None else masked.PreparedMasked
-    return kind(workload, DEVICE, configurations.choose(workload))
+    return kind(workload, DEVICE, Hopper().chosen(workload, DEVICE).gluon)
 
 
 def _parameters(name: str, plan: Plan) -> list[Any]:

@@ -53,7 +53,7 @@ def test_a_good_one_is_ok_and_a_wrong_one_has_no_time():
 def test_a_contestant_knows_whether_it_is_ours(ours, monkeypatch, cpu):
     good = Good()
     good.sheet = dataclasses.replace(Good.sheet, ours=ours)
-    monkeypatch.setattr(jobs, "_find", lambda ask, name: good)
+    monkeypatch.setattr(jobs, "find_asked", lambda ask, name: good)
     monkeypatch.setattr(jobs, "_prepared", lambda ask, name: good.prepare(None, cpu))
     workload = Workload.parse(TINY)
     made = jobs._contestant(

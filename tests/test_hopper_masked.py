@@ -15,8 +15,8 @@ import torch
 from attnscope import driver
 from attnscope.device import Device, find_device
 from attnscope.implementation import find
-from attnscope.implementations.hopper import Plan
-from attnscope.implementations.hopper.configurations import Configuration, choose, tuning_class
+from attnscope.implementations.hopper import Hopper, Plan
+from attnscope.implementations.hopper.configurations import Configuration, tuning_class
 from attnscope.implementations.hopper.masked import MaskPlan, bias_arguments
 from attnscope.inputs import Inputs, make_inputs
 from attnscope.reference import compute_attention
@@ -227,9 +227,9 @@ def test_reasons(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )  # fmt: skip
 def test_classes(options: str, word: str) -> None:
-    workload = Workload.parse(f"B1,H1,L2000,D80,fp16,{options}")
+    workload = Workload.parse(f"B8,H32,L2000,D80,fp16,{options}")
     assert tuning_class(workload) == f"D128,{word},fp16,middle"
-    assert choose(workload) in find("hopper").candidates(workload, H200)  # type: ignore[attr-defined]
+    assert Hopper().chosen(workload, H200) in Hopper().candidates(workload, H200)
 
 
 # --- what a call launches ---------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Stopwatch:
     """Says ``ms`` of what ran last, give or take ``noise``; ``before`` sees each call."""
 
     ms: dict[int, float]
-    noise: float = 0.001
+    noise: float = 0.01  # a call that is long and quiet leaves early
     before: Callable[[Choice], None] = lambda choice: None
     now: float = 0.0
     order: list[int] = field(default_factory=list)
