@@ -50,7 +50,7 @@ def _parameters(name: str, plan: Plan) -> list[Any]:
         return [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, *scratch]
     if name == "hopper_attention_mask_words":
         pointers = [ctypes.c_void_p] * (3 + sum(masked.MaskPlan(plan).pointers.values()))
-        return [*pointers, *[ctypes.c_int64] * 4, *[ctypes.c_int32] * 6, *scratch]
+        return [*pointers, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 6, *scratch]
     described = [TensorMap, *[ctypes.c_uint64] * 8] * len(plan.boxes())
     pointers = [ctypes.c_void_p] * (1 + sum(plan.pointers.values()))
     types = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}

@@ -54,7 +54,7 @@ def test_a_contestant_knows_whether_it_is_ours(ours, monkeypatch, cpu):
     good = Good()
     good.sheet = dataclasses.replace(Good.sheet, ours=ours)
     monkeypatch.setattr(jobs, "find_asked", lambda ask, name: good)
-    monkeypatch.setattr(jobs, "_prepared", lambda ask, name: good.prepare(None, cpu))
+    monkeypatch.setattr(jobs, "prepared_for", lambda ask, name: good.prepare(None, cpu))
     workload = Workload.parse(TINY)
     made = jobs._contestant(
         SimpleNamespace(workload=workload), "good", "forward", make_inputs(workload, cpu), None, None

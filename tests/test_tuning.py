@@ -326,7 +326,7 @@ def test_our_own_are_tunable_and_name_a_workload_of_each_class(kind: Any) -> Non
 def test_the_command_fits_80_columns(tune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = "x" * 30
     offer(monkeypatch, Choice(0), Choice(1), Choice(2, "wrong"), Choice(3, f"{long} {long} {long}"))
-    monkeypatch.setattr("attnscope.measuring.make_timer", lambda device: Stopwatch({0: 3, 1: 2, 2: 4, 3: 1}))
+    monkeypatch.setattr("attnscope.measuring.make_timer", lambda device: Stopwatch({0: 3, 1: 2, 2: 4, 3: 1}, 0.0001))
     command = ["tune", "fake", EIGHT, "B1,H1,L1,D8,fp32", "--quick", "--device", "cpu", "--out"]
     command.append(str(tmp_path / "record.json"))
     done = CliRunner().invoke(app, command)
