@@ -239,7 +239,7 @@ def test_a_broken_triton_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "load", broken)
     monkeypatch.setattr("attnscope.implementations.hopper.Plan.signature", lambda self: {})
     with pytest.raises(PrepareFailed, match=r"hopper: Triton failed with ImportError\nlibtriton.so: undefined"):
-        find("hopper").prepare(Workload.parse("B1,H1,L100,D8,bf16"), H200)
+        find("hopper").prepare(Workload.parse("B1,H1,L100,D8,bf16,softcap=9"), H200)
 
 
 def test_explain_knows_its_kernel() -> None:

@@ -194,8 +194,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     ),
     (128, True, False): (
         Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 176, 2, False, **TABLE, slack=8),
-        Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2), Configuration(2, 128, 3, **TABLE),
-        Configuration(2, 128, 3, **ONE_A_TILE),
+        Configuration(3, 80, 4, False, **TABLE, slack=8), Configuration(3, 80, 3, **TABLE, slack=8),
+        Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2),
         Configuration(2, 128, 2, **TABLE, query_slots=2, **PAIRS),
         Configuration(2, 176, 2, False, **TABLE, slack=8, **PAIRS),
     ),
@@ -204,9 +204,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 128, 2, False, slack=8), Configuration(2, 112, 2, slack=8),
     ),
     (192, 128, False, False): (
-        Configuration(2, 128, 2, slack=8), Configuration(2, 128, 2, False, slack=8), Configuration(2, 128, 2),
-        Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2, slack=8, query_slots=2),
-        Configuration(3, 80, 3, slack=8),
+        Configuration(3, 80, 3, slack=8), Configuration(2, 128, 2, slack=8), Configuration(2, 128, 2, False, slack=8),
+        Configuration(2, 128, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2, slack=8, query_slots=2),
     ),
     (192, 128, True, True): (
         Configuration(2, 128, 2, **TABLE, slack=8), Configuration(2, 96, 2, **TABLE, slack=8, query_slots=2),
@@ -236,8 +235,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 64, 2, slack=8), Configuration(2, 64, 2), Configuration(2, 80, 2, slack=8),
     ),
     (256, False, False): (
-        Configuration(2, 80, 2, slack=8), Configuration(2, 80, 2, False, slack=8), Configuration(2, 64, 2, slack=8),
-        Configuration(2, 80, 2, slack=8, **PAIRS), Configuration(2, 80, 2, False, slack=8, **PAIRS),
+        Configuration(2, 80, 2, False, slack=8, **PAIRS), Configuration(2, 80, 2, False, slack=8),
+        Configuration(2, 80, 2, slack=8, **PAIRS), Configuration(2, 80, 2, slack=8), Configuration(2, 64, 2, slack=8),
     ),
     (256, True, True): (
         Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, False, **TABLE),
