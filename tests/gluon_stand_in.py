@@ -2,8 +2,9 @@
 
 Tiles are numpy arrays, mbarriers and named barriers are kept to their rules (a phase flips when arrivals and bytes are
 complete; a wait returns when the phase of that parity is over), asynchronous products read their operands when they
-are waited for, and loads land late. So a wrong phase, a slot that is overwritten while it is read, a missing arrival or
-a deadlock shows. What it cannot show is what the hardware does between the lines: fences, registers, layouts.
+are waited for, and loads land late. What a group reads or writes in shared memory itself, TMA is ordered after only by
+a fence. So a wrong phase, a slot that is overwritten while it is read, a missing fence or arrival or a deadlock shows.
+What it cannot show is what the hardware does between the lines: registers, layouts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Clock:
         self.changed = threading.Condition()
         self.random = random.Random(seed)
         self.failed: BaseException | None = None
+        self.loose: list[Any] = []  # memory that a group left before its reads were sure to be over
 
     def wait_for(self, what: Any, name: str) -> None:
         with self.changed:
@@ -64,6 +66,33 @@ class Barrier:
         CLOCK.changed.notify_all()
 
 
+class Touched(threading.local):
+    """Shared memory that this group read or wrote by itself: since each thread's last fence, and fenced, but not yet
+    known to one thread for all of them."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Any] = []
+        self.fenced: list[Any] = []
+
+    def fence(self) -> None:
+        self.fenced, self.arrays = self.fenced + self.arrays, []
+
+    def barrier(self) -> None:
+        self.fenced = []
+
+    def leave(self) -> None:
+        """At an arrival, which speaks for all threads: what comes later comes too late."""
+        CLOCK.loose += self.arrays + self.fenced
+
+
+TOUCHED = Touched()
+
+
+def assert_ordered(shared: Shared, arrays: list[Any]) -> None:
+    """None of ``arrays`` is memory that TMA is about to use."""
+    assert not any(np.may_share_memory(shared.array, array) for array in arrays), "TMA is not ordered after a group"
+
+
 class Shared:
     """Shared memory: an array whose first dim is a ring, or a view of it."""
 
@@ -87,10 +116,12 @@ class Shared:
         return Shared(made, self.dtype)
 
     def store(self, value: Any) -> None:
+        TOUCHED.arrays.append(self.array)
         self.array[...] = value.array
 
     def load(self, layout: Any) -> Tile:
         CLOCK.pause()
+        TOUCHED.arrays.append(self.array)
         return Tile(self.array.copy(), layout)
 
 
@@ -313,6 +344,7 @@ class MBarrier:
     def arrive(self, barrier: Barrier, count: int) -> None:
         CLOCK.pause()
         with CLOCK.changed:
+            TOUCHED.leave()
             barrier.pending -= count
             assert barrier.pending >= 0, "arrived once too often"
             barrier.settle()
@@ -347,6 +379,7 @@ def load_tile(descriptor: Descriptor, at: Any, barrier: Barrier, shared: Shared)
             barrier.bytes -= descriptor.nbytes
             barrier.settle()
 
+    assert_ordered(shared, CLOCK.loose)
     shared.array[...] = np.nan  # from now on nobody may read what was there
     threading.Thread(target=land, daemon=True).start()
 
@@ -381,6 +414,8 @@ def names(block: int, blocks: int) -> dict[str, Any]:
         return results[0] if len(results) == 1 else results
 
     def store_tile(descriptor: Descriptor, at: Any, shared: Shared) -> None:
+        assert_ordered(shared, TOUCHED.arrays)
+        TOUCHED.barrier()  # Triton's own, in front of the thread that stores
         stores.queued.append((descriptor, at, shared))
 
     def stored(outstanding: int) -> None:
@@ -391,8 +426,8 @@ def names(block: int, blocks: int) -> dict[str, Any]:
 
     return {
         "gl": Language(block, blocks), "mbarrier": MBarrier(), "multiply": multiply, "multiplied": multiplied,
-        "load_tile": load_tile, "store_tile": store_tile, "stored": stored, "fence_async_shared": lambda: None,
-        "thread_barrier": lambda: None,
+        "load_tile": load_tile, "store_tile": store_tile, "stored": stored, "fence_async_shared": TOUCHED.fence,
+        "thread_barrier": TOUCHED.barrier,
     }  # fmt: skip
 
 

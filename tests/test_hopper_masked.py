@@ -22,7 +22,7 @@ from attnscope.inputs import Inputs, make_inputs
 from attnscope.reference import compute_attention
 from attnscope.workload import Workload
 from driver_stand_in import TensorMap, stand_in
-from gluon_stand_in import in_memory, run_masks, run_plan
+from gluon_stand_in import TOUCHED, in_memory, run_masks, run_plan
 from prepared_on_stand_in import prepare
 
 CPU = find_device("cpu")
@@ -111,6 +111,16 @@ def make_rounded(inputs: Inputs) -> torch.Tensor:
     sinks = inputs.sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)  # type: ignore[union-attr]
     weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].nan_to_num()
     return weights @ inputs.v.double()
+
+
+@pytest.mark.parametrize("step", ["fence", "barrier"])
+def test_a_bias_is_not_overwritten_before_it_is_read(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA writes a slot again only after each thread's fence, and after all four warps of the group; else it shows."""
+    inputs = make_inputs(Workload.parse("B1,H1,L60,S200,D16,bf16,bias=fp32:1x1xLxS"), CPU)
+    agrees(inputs, CONFIGURATIONS[2])
+    monkeypatch.setattr(TOUCHED, step, lambda: None)
+    with pytest.raises(AssertionError, match="TMA is not ordered after a group"):
+        agrees(inputs, CONFIGURATIONS[2])
 
 
 def test_rows_that_a_mask_empties() -> None:

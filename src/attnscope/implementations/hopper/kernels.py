@@ -391,6 +391,8 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
         place = W * BIAS_SLOTS + visits % BIAS_SLOTS
         mbarrier.wait(full.index(place), visits // BIAS_SLOTS & 1)
         found = _matrix(ring.index(place)).load(LAYOUT)
+        # A barrier of threads orders their reads before each other's writes, not before TMA's: of that a fence is told.
+        fence_async_shared()
         thread_barrier()  # all four warps have read it
         mbarrier.arrive(empty.index(place), count=1)
         found = found.to(gl.float32)
