@@ -74,6 +74,8 @@ class Driver:
         interleave: int, swizzle: int, promotion: int, fill: int,
     ) -> int:  # fmt: skip
         assert (rank, interleave, swizzle, fill) == (4, 0, 3, 0) and list(steps) == [1, 1, 1, 1]
+        if threading.get_ident() in self.without_context:
+            return driver.INVALID_CONTEXT
         start, width = ctypes.addressof(place._obj), {9: 2, 6: 2, 0: 1, 7: 4}[kind]
         assert start % 64 == 0 and ctypes.sizeof(place._obj) == 128
         rules = address.value % 16 == 0 and all(0 < step < 2**40 and step % 16 == 0 for step in strides)

@@ -19,6 +19,8 @@ from attnscope.workload import Workload
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import ladder_figures
 
+import driver_stand_in
+
 torch = pytest.importorskip("torch")
 
 from attnscope.device import find_device  # noqa: E402
@@ -243,12 +245,11 @@ def test_rungs_are_selected_in_order():
 @pytest.fixture
 def last_rung(emulated, monkeypatch):
     """V12 on the emulator, with a configuration that is quick to compile for a CPU."""
-    from attnscope.implementations.hopper_cuda import configurations, launching
+    from attnscope.implementations.hopper_cuda import HopperCuda, configurations
 
-    monkeypatch.setattr(launching, "encode", emulated.encode_tensor_map)
-    monkeypatch.setattr(launching, "bind", emulated.bind)
+    emulated.attach(driver_stand_in.stand_in(monkeypatch))
     small = configurations.Configuration(2, 64, 2, slack=8, schedule="table", query_slots=2)
-    monkeypatch.setattr(configurations, "usual", lambda workload: small)
+    monkeypatch.setattr(HopperCuda, "chosen", lambda self, workload, device: small)
     return cuda_ladder.ForwardV12Hopper()
 
 
@@ -503,11 +504,12 @@ class TestCommand:
 @pytest.fixture
 def emulated_card(emulated, monkeypatch):
     """``run_ladder`` takes the emulator for a card; only the numbers mean nothing."""
-    from attnscope import implementation, inputs, limits, timers
+    from attnscope import checking, implementation, inputs, limits, timers
 
     card = Limits("emulated", {"tf32": 1.0, "fp32": 1.0, "bf16": 1.0}, read_gb_per_s=10.0, copy_gb_per_s=10.0)
     monkeypatch.setattr(ladder, "find_device", lambda kind: emulated.DEVICE)
-    monkeypatch.setattr(inputs, "available_memory_bytes", lambda device: 2**33)
+    for module in (inputs, checking):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda device: 2**33)
     monkeypatch.setattr(implementation, "missing_package", lambda requirement: None)
     monkeypatch.setattr(limits, "measure_limits", lambda device, options: card)
     monkeypatch.setattr(timers, "make_timer", lambda device: timers.CpuTimer(2**20))

@@ -41,15 +41,27 @@ def library() -> Any:
         ) from None
 
 
-def _ask(subject: str, name: str, *arguments: Any) -> None:
-    """Call the driver. Raises PrepareFailed where it lacks the function or refuses."""
+def _ask(subject: str, name: str, *arguments: Any, device_index: int | None = None) -> None:
+    """Call the driver; for that device, where it needs the thread's context. Raises PrepareFailed where it lacks the
+    function or refuses."""
     try:
         function = getattr(library(), name)
     except AttributeError:
         raise PrepareFailed(f"CUDA's driver has no {name}\nhint: a driver for CUDA 12 or newer") from None
     status = function(*arguments)
+    if status == INVALID_CONTEXT and device_index is not None:
+        _take_context(subject, device_index)
+        status = function(*arguments)
     if status:
         raise PrepareFailed(f"{subject}: {name} of CUDA's driver failed with error {status}")
+
+
+def _take_context(subject: str, device_index: int) -> None:
+    """A thread that has not used CUDA yet has no context: it gets the device's, which is torch's."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _ask(subject, "cuDeviceGet", ctypes.byref(device), device_index)
+    _ask(subject, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    _ask(subject, "cuCtxSetCurrent", context)
 
 
 # --- tensors for the copy engine (TMA) --------------------------------------------------------------------------------
@@ -107,6 +119,7 @@ def tensor_map(tensor: Tensor, dtype: str, box: tuple[int, int]) -> Any:
         (ctypes.c_uint64 * RANK)(*sizes), (ctypes.c_uint64 * (RANK - 1))(*steps),
         (ctypes.c_uint32 * RANK)(*reversed(box), 1, 1), (ctypes.c_uint32 * RANK)(*[1] * RANK),
         NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS,
+        device_index=tensor.device.index or 0,
     )  # fmt: skip
     return made
 
@@ -257,13 +270,9 @@ class Launches:
                 self._start_again(launch, status)
 
     def _start_again(self, launch: Launch, status: int) -> None:
-        """A thread that has not used CUDA yet has no context: it gets the device's, which is torch's."""
         name = launch.function.name
         if status == INVALID_CONTEXT:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            _ask(name, "cuDeviceGet", ctypes.byref(device), self._index)
-            _ask(name, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            _ask(name, "cuCtxSetCurrent", context)
+            _take_context(name, self._index)
             status = launch.start()
         if status:
             raise PrepareFailed(f"launching {name} failed with CUDA's error {status}: {launch.function}")

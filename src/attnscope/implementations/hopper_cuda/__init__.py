@@ -127,10 +127,14 @@ class PreparedHopperCuda:
             return nothing_seen(self.workload, q)
         out, lse = self.fresh()
         if not self.launches.replay(driver.launch_key(q, k, v, out, lse)):
-            q, k, v = (driver.as_readable(tensor) for tensor in (q, k, v))
-            key = driver.launch_key(q, k, v, out, lse)
-            self.launches.start(key, (self.function, self.arguments(q, k, v, out, lse)))
+            self.start(q, k, v, out, lse)
         return Output(out, lse)
+
+    def start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Queue a call that was not seen before, and keep it."""
+        q, k, v = (driver.as_readable(tensor) for tensor in (q, k, v))
+        key = driver.launch_key(q, k, v, out, lse)
+        self.launches.start(key, (self.function, self.arguments(q, k, v, out, lse)))
 
     def table(self, device: Device, section: int, clusters: int) -> Tensor:
         """The order of tiles, in device memory."""

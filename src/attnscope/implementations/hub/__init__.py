@@ -171,7 +171,9 @@ def open_kernel(text: str) -> HubKernel:
             raise UsageError(f"{pin.repo} is refused: it loads {answer['loose'][0]}, which is not a 40-digit commit")
     answer = _ask_child("probe", {"folder": str(folder)}, without_secrets(dict(os.environ)), PROBE_LIMIT_S)
     if "error" in answer:
-        return HubKernel(replace(facts, problem=f"cannot be loaded: {answer['error']}: {answer['message']}"))
+        return HubKernel(
+            replace(facts, problem=f"cannot be loaded: {answer['error']}: {first_line(answer['message'])}")
+        )
     return HubKernel(replace(facts, **_tuples(answer), digest=digest(Path(answer["folder"]))))
 
 
@@ -191,13 +193,14 @@ def _fetch_problem(answer: dict[str, str], pin: Pin, revision: str) -> str:
     Raises:
         UsageError: the publisher is not one that the library trusts.
     """
-    if "trust_remote_code" in answer["message"]:
-        asked = "is there a network? " if "could not verify" in answer["message"] else ""
+    said = " ".join(answer["message"].splitlines())
+    if "trust_remote_code" in said:
+        asked = "is there a network? " if "could not verify" in said else ""
         raise UsageError(
-            f"{pin.repo} is refused by the kernels library: {answer['message'].partition('. Set ')[0]}\n"
+            f"{pin.repo} is refused by the kernels library: {said.partition('. Set ')[0]}\n"
             f"hint: {asked}if you trust its code, attnscope kernels lock {pin.repo}@{revision} --trust-remote-code"
         )
-    return f"cannot be fetched: {answer['error']}: {answer['message']}"
+    return f"cannot be fetched: {answer['error']}: {said}"
 
 
 def _ask_child(

@@ -70,7 +70,7 @@ def main(work: str, answer: str) -> None:
         found = fetch(**question) if work == "fetch" else probe(**question)
     except (Exception, SystemExit) as error:  # someone else's code, and a library that raises many kinds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        message = _FOLDERS.sub("", " ".join(lines[:2])) or "no message"
+        message = _FOLDERS.sub("", "\n".join(lines[:2])) or "no message"
         found = {"error": type(error).__name__, "message": message}
     Path(answer).write_text(json.dumps(found))
 
