@@ -527,8 +527,11 @@ def triton_folder(version: str) -> Path | None:
     return folder
 
 
-def compile_apart(version: str, jobs: list[tuple[str, Configuration]], tmp_path: Path) -> list[Any]:
-    """(text, values, shared bytes, threads, what ptxas said) of each, compiled in a process with that Triton."""
+def compile_apart(
+    version: str, jobs: list[tuple[str, Configuration]], tmp_path: Path, report: str = REPORT
+) -> list[Any]:
+    """(text, values, shared bytes, threads, what ptxas said) of each, or what another program reports, compiled in a
+    process with that Triton."""
     import json
 
     folder = triton_folder(version)
@@ -536,7 +539,7 @@ def compile_apart(version: str, jobs: list[tuple[str, Configuration]], tmp_path:
         pytest.skip(f"triton {version} cannot be had here")
     source = Path(configurations.__file__).parents[3]
     ran = subprocess.run(
-        [sys.executable, "-c", REPORT], capture_output=True, text=True,
+        [sys.executable, "-c", report], capture_output=True, text=True,
         input=json.dumps([(text, configuration.as_dict()) for text, configuration in jobs]),
         env=os.environ | {"PYTHONPATH": f"{folder}:{source}", "TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip

@@ -24,6 +24,7 @@ from attnscope.workload import Workload
 from driver_stand_in import TensorMap, stand_in
 from gluon_stand_in import TOUCHED, in_memory, run_masks, run_plan
 from prepared_on_stand_in import prepare
+from test_hopper import VERSIONS, compile_apart
 
 CPU = find_device("cpu")
 H200 = Device("cuda", "NVIDIA H200", capability=(9, 0), multiprocessors=132)
@@ -286,3 +287,32 @@ def _addresses(launch: Any) -> set[int]:
     """What a launch passes of the size of an address."""
     values = [v.address if isinstance(v, TensorMap) else v.value for v in launch.values]
     return {value for value in values if value and value > 2**32}
+
+
+# --- what the compiler makes of it ------------------------------------------------------------------------------------
+
+ORDER = r"""
+import json, re, sys
+from attnscope.implementations.hopper import Plan, configurations
+from attnscope.workload import Workload
+
+words = r"\b(ld\.shared(?!\.b8\b)|ldmatrix|fence\.proxy\.async|bar\.sync|mbarrier\.arrive)"
+for text, values in json.load(sys.stdin):
+    plan = Plan(Workload.parse(text), configurations.Configuration.from_dict(values))
+    print(json.dumps(re.findall(words, plan.compile().ptx)), flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_between_a_biass_last_read_and_its_release_stand_a_fence_and_a_barrier(version: str, tmp_path: Any) -> None:
+    texts = ["B1,H2,L300,S304,D256,bf16,bias=fp32:1x1xLxS", "B1,H2,L2000,D64,bf16,bias=bf16:1xHxLxS"]
+    jobs = [(text, Hopper().chosen(Workload.parse(text), H200).gluon) for text in texts]
+    for (text, one), words in zip(jobs, compile_apart(version, jobs, tmp_path, ORDER), strict=True):
+        reads = [word.startswith("ld") for word in words] + [False]
+        last = [i for i in range(len(words)) if reads[i] and not reads[i + 1]]
+        assert len(last) == 2 * one.groups, text  # the first tile's, and the other tiles'
+        for i in last:
+            between = words[i + 1 : words.index("mbarrier.arrive", i)]
+            assert between[0] == "fence.proxy.async" and set(between[1:]) == {"bar.sync"}, text

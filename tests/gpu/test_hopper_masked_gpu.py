@@ -17,6 +17,7 @@ from attnscope.device import Device
 from attnscope.guards import poisoned_memory
 from attnscope.implementation import Prepared, find
 from attnscope.implementations.hopper import Hopper
+from attnscope.implementations.hopper.entries import Entry
 from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.reference import compute_attention
@@ -91,6 +92,20 @@ def test_every_candidate_agrees(head_dim: int, option: str, gpu: Device) -> None
         prepared = Hopper().prepare_as(workload, gpu, configuration)
         found += [f"{configuration}: {message}" for message in failures(prepared, inputs)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("bias", ["bf16", "fp32"])
+@pytest.mark.parametrize("dims", ["L300,S304,D256", "L2048,D256", "L2048,D128", "L2048,D64"])
+def test_a_tile_of_a_bias_is_not_overwritten_before_it_is_read(dims: str, bias: str, gpu: Device) -> None:
+    """One slot a group: the next tile arrives as soon as the slot is given back. Twenty calls agree to the bit."""
+    workload = Workload.parse(f"B2,H8/2,{dims},bf16,bias={bias}:1x1xLxS")
+    gluon = Hopper().candidates(workload, gpu)[0].gluon
+    prepared = Hopper().prepare_as(workload, gpu, Entry(replace(gluon, bias_slots=1)))
+    inputs = make_inputs(workload, gpu, 3)
+    assert not failures(prepared, inputs)
+    first = prepared.forward(inputs)
+    again = [prepared.forward(inputs) for _ in range(20)]
+    assert all(torch.equal(one.out, first.out) and torch.equal(one.lse, first.lse) for one in again)
 
 
 def test_rows_that_a_mask_empties_and_tiles_that_it_skips(gpu: Device) -> None:
