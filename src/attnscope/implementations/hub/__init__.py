@@ -200,7 +200,7 @@ def _fetch_problem(answer: dict[str, str], pin: Pin, revision: str) -> str:
             f"{pin.repo} is refused by the kernels library: {said.partition('. Set ')[0]}\n"
             f"hint: {asked}if you trust its code, attnscope kernels lock {pin.repo}@{revision} --trust-remote-code"
         )
-    return f"cannot be fetched: {answer['error']}: {said}"
+    return f"cannot be fetched: {answer['error']}: {first_line(answer['message'])}"
 
 
 def _ask_child(
