@@ -291,11 +291,7 @@ class Plan:
         wanted = gluon_shim.descriptor_parameters() * len(self.boxes()) + [8] * (1 + sum(self.pointers.values()))
         wanted += [8 if kind == "i64" else 4 for kind in self.scalar_types().values()]
         wanted += [ctypes.sizeof(value) for value in gluon_shim.scratch_values()]
-        if machine.parameters() != wanted:
-            raise PrepareFailed(
-                "this release of Triton passes arguments in another way than hopper does\n"
-                "hint: install a release that attnscope names as tested, 3.6.0"
-            )
+        machine.require(wanted)
         return machine
 
     def tables(self, device: Device, blocks: int) -> dict[str, Tensor]:

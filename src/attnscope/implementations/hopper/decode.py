@@ -19,7 +19,7 @@ from typing import Any
 
 from attnscope import driver
 from attnscope.device import Device
-from attnscope.errors import PrepareFailed, UsageError
+from attnscope.errors import UsageError
 from attnscope.implementation import FEATURES, Gradients, Output
 from attnscope.implementations.common import empty_like_inputs, nothing_seen, output_forms
 from attnscope.implementations.hopper.gluon_shim import Machine, scratch_values
@@ -302,11 +302,7 @@ def machine_of(compiled: Any, values: list[Any]) -> Machine:
     """What Triton compiled. Raises PrepareFailed where its parameters are not ``values`` and two of scratch."""
     found = compiled.metadata
     machine = Machine(found.name, compiled.asm["cubin"], 32 * found.num_warps, found.shared, compiled.asm["ptx"])
-    if machine.parameters() != [ctypes.sizeof(value) for value in [*values, *scratch_values()]]:
-        raise PrepareFailed(
-            "this release of Triton passes arguments in another way than hopper does\n"
-            "hint: install a release that attnscope names as tested, 3.6.0"
-        )
+    machine.require([ctypes.sizeof(value) for value in [*values, *scratch_values()]])
     return machine
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnscope.driver import MAP_BYTES, RANK
+from attnscope.errors import PrepareFailed
 
 TARGET = 90  # compute capability 9.0: what the kernels are written for
 GLUON = "triton.experimental.gluon"
@@ -43,6 +44,14 @@ class Machine:
             assert array is not None or scalar is not None, line
             sizes.append(int(array[1]) if array is not None else int(scalar[1]) // 8)  # type: ignore[index]
         return sizes
+
+    def require(self, wanted: list[int]) -> None:
+        """Raises PrepareFailed where the entry's parameters are not of ``wanted`` bytes each."""
+        if self.parameters() != wanted:
+            raise PrepareFailed(
+                "this release of Triton passes arguments in another way than hopper does\n"
+                "hint: install a release that attnscope names as tested, 3.6.0"
+            )
 
 
 def names() -> dict[str, Any]:

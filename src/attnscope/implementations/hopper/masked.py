@@ -12,7 +12,6 @@ from typing import Any
 
 from attnscope import driver
 from attnscope.device import Device
-from attnscope.errors import PrepareFailed
 from attnscope.implementations.common import output_forms
 from attnscope.implementations.hopper import (
     BIAS_COLUMN,
@@ -104,12 +103,8 @@ class MaskPlan:
         words = gluon_shim.compile_kernel(module.hopper_attention_mask_words, types, self.constants(), WARPS)
         types = {"kinds": "*u8", "lists": "*i32", "key_tiles": "i32"}
         lists = gluon_shim.compile_kernel(module.hopper_attention_mask_lists, types, {"CHUNK": LIST_CHUNK}, WARPS)
-        wanted = [8] * (3 + len(pointers) + 3) + [4] * 6 + [8, 8]
-        if words.parameters() != wanted or lists.parameters() != [8, 8, 4, 8, 8]:
-            raise PrepareFailed(
-                "this release of Triton passes arguments in another way than hopper does\n"
-                "hint: install a release that attnscope names as tested, 3.6.0"
-            )
+        words.require([8] * (3 + len(pointers) + 3) + [4] * 6 + [8, 8])
+        lists.require([8, 8, 4, 8, 8])
         return [words, lists]
 
 
