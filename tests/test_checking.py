@@ -479,13 +479,32 @@ def sabotage_elsewhere(sample, value, row):
 
 def test_large_workloads_are_sampled_and_the_rest_looked_at(two_heads_of_twelve):
     w = Workload.parse(two_heads_of_twelve)
-    result = check(Tiled(), two_heads_of_twelve)
+    sample = checking.kind_samples(w, "cpu", 0, ("plain",), quick=True)["plain"]
+    result = check(Tiled(), two_heads_of_twelve, kinds=("plain",))
     assert result.passed and (result.heads_checked, result.heads_total) == (2, 12)
-    sample = checking.sample_heads(w, 0, checking.MAX_PAIRS["cpu"] // 4)
-    nan = check(Tiled(hooks=sabotage_elsewhere(sample, math.nan, 30)), two_heads_of_twelve)
+    nan = check(Tiled(hooks=sabotage_elsewhere(sample, math.nan, 30)), two_heads_of_twelve, kinds=("plain",))
     assert not nan.passed and "32 of 26880 values are not finite, first at b " in nan.message
-    alive = check(Tiled(hooks=sabotage_elsewhere(sample, 1.0, 3)), two_heads_of_twelve)
+    alive = check(Tiled(hooks=sabotage_elsewhere(sample, 1.0, 3)), two_heads_of_twelve, kinds=("plain",))
     assert not alive.passed and "not 0 where a row sees no key" in alive.message
+
+
+def test_each_kind_of_inputs_is_compared_on_heads_of_its_own(two_heads_of_twelve):
+    w = Workload.parse(two_heads_of_twelve)
+    samples = checking.kind_samples(w, "cpu", 0, INPUT_KINDS, quick=True)
+    met = set().union(*(sample.pairs() for sample in samples.values()))
+    assert len(samples["plain"].pairs()) == 2 < len(met)
+    assert check(Tiled(), two_heads_of_twelve).heads_checked == len(met)
+    for b in range(w.B):
+        for head in range(w.H):
+
+            def hook(result, b=b, head=head, **_):
+                out = result.out.clone()
+                out[b, head, 60] *= 1.5
+                return dataclasses.replace(result, out=out)
+
+            wrong = check(Tiled(hooks={"output": hook}), two_heads_of_twelve)
+            kinds = {kind for kind, sample in samples.items() if (b, head) in sample.pairs()}
+            assert {t.kind for t in wrong.tensors if t.tensor == "out" and not t.passed} == kinds
 
 
 def test_implementations_share_truth_and_another_workload_drops_it(monkeypatch):

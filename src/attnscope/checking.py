@@ -29,8 +29,10 @@ from attnscope.strides import restride
 from attnscope.units import significant
 from attnscope.workload import DIRECTIONS, Workload
 
-# (query, key) pairs of which heads are sampled; a quick check takes a quarter
-MAX_PAIRS = {"cpu": 2**21, "cuda": 2**29}
+# (query, key) pairs of which heads are sampled for the first kind of inputs; a quick check takes a quarter. Each other
+# kind has a sample of its own, of a quarter: together they meet more heads than one sample of that cost would.
+MAX_PAIRS = {"cpu": 2**21, "cuda": 2**28}
+QUICK_SHARE, LATER_SHARE = 4, 4
 EQUAL_RUNS = {"cpu": 6, "cuda": 100}  # where the sheet claims determinism
 QUICK_EQUAL_RUNS = {"cpu": 3, "cuda": 20}
 KEPT_INPUTS = 1 / 16  # of the free memory
@@ -49,7 +51,7 @@ class ReferenceCache:
         self._inputs_key: Any = None
         self._inputs: dict[tuple[int, str], tuple[Inputs, list[int]]] = {}
         self._key: Any = None
-        self._kept: dict[tuple[str, str, frozenset[str]], tuple[bool, Expectation]] = {}
+        self._kept: dict[tuple[str, Sample, str, frozenset[str]], tuple[bool, Expectation]] = {}
 
     def expectation(
         self, inputs: Inputs, sample: Sample, compute: str, rounds: frozenset[str] = frozenset(), *, backward: bool
@@ -57,20 +59,20 @@ class ReferenceCache:
         """What :func:`attnscope.budgets.expect` says of the sampled heads of ``inputs``."""
         import torch
 
-        key = (inputs.workload, inputs.seed, str(inputs.q.device), sample)
+        key = (inputs.workload, inputs.seed, str(inputs.q.device))
         if key != self._key:
             self._key, self._kept = key, {}
-        has_backward, kept = self._kept.get((inputs.kind, compute, rounds), (False, None))
+        has_backward, kept = self._kept.get((inputs.kind, sample, compute, rounds), (False, None))
         if kept is None or (backward and not has_backward):
             started = time.perf_counter()
             kept = expect(select(inputs, sample), compute, rounds, backward=backward)
             if inputs.q.device.type == "cuda":
                 torch.cuda.empty_cache()  # float64 scores take most of the memory, and poisoning it takes time
             self.spent_s += time.perf_counter() - started
-            for (kind, *_), (_, other) in self._kept.items():  # the truth is the same whatever is rounded
-                if kind == inputs.kind and other.truth.keys() == kept.truth.keys():
+            for (kind, heads, *_), (_, other) in self._kept.items():  # the truth is the same whatever is rounded
+                if (kind, heads) == (inputs.kind, sample) and other.truth.keys() == kept.truth.keys():
                     kept.truth = other.truth
-            self._kept[inputs.kind, compute, rounds] = backward, kept
+            self._kept[inputs.kind, sample, compute, rounds] = backward, kept
         return kept
 
     def inputs(self, workload: Workload, device: Device, seed: int, kind: str, strides: str) -> Inputs:
@@ -118,7 +120,7 @@ def check_implementation(
 
     Args:
         implementation: what to check; its sheet says what it claims.
-        workload: the problem; large ones are compared on a seeded sample of (batch, head), all rows.
+        workload: the problem; large ones are compared on a seeded sample of (batch, head) for each kind, all rows.
         device: where it runs.
         seed: of inputs and sample.
         directions: ``forward``, ``backward`` or both.
@@ -210,7 +212,7 @@ class _Checker:
     def run(self) -> CheckResult:
         """Every kind, then equal runs where the sheet claims determinism."""
         w, seed, kinds = self.workload, self.ask.seed, self.ask.kinds
-        self.sample = sample_heads(w, seed, MAX_PAIRS[self.device.kind] // (4 if self.quick else 1))
+        self.samples = kind_samples(w, self.device.kind, seed, kinds, quick=self.quick)
         working = restride(make_inputs(w, self.device, seed + 1, kinds[0]), self.ask.strides)  # own: it is written to
         if len(kinds) == 1:  # so that a result kept from an earlier call is another one's
             self._calls(working, working.clone(), twice=False)
@@ -300,7 +302,7 @@ class _Checker:
     def _judge(self, call: _Call, pristine: Inputs) -> None:
         stale = [old for old in self.previous if "out" in call.tensors and same_bits(old, call.tensors["out"])]
         expected = self._expectation(pristine)
-        tensors = self._sampled(call.tensors)
+        tensors = self._sampled(call.tensors, pristine.kind)
         checks = tight = judge(tensors, expected, pristine.kind)
         if self.sheet.approximate:
             checks = [judge_grossly(check, tensors, expected) for check in tight]
@@ -314,12 +316,13 @@ class _Checker:
         self.found += checks + self._outside_sample(call.tensors, pristine)
 
     def _expectation(self, pristine: Inputs, rounds: frozenset[str] = frozenset()) -> Expectation:
-        return self.ask.cache.expectation(pristine, self.sample, self.compute, rounds, backward=self.backward)
+        sample = self.samples[pristine.kind]
+        return self.ask.cache.expectation(pristine, sample, self.compute, rounds, backward=self.backward)
 
-    def _sampled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The sampled heads of each tensor."""
-        batches, kv = list(self.sample.batches), list(self.sample.kv_heads)
-        heads = self.sample.heads(self.workload.group)
+    def _sampled(self, tensors: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+        """The heads of each tensor that are sampled for that kind of inputs."""
+        sample = self.samples[kind]
+        batches, kv, heads = list(sample.batches), list(sample.kv_heads), sample.heads(self.workload.group)
 
         def cut(name: str, tensor: Tensor) -> Tensor:
             if name == "dsinks":
@@ -329,17 +332,17 @@ class _Checker:
                 return rows
             return rows[:, kv if name in ("dk", "dv") else heads]
 
-        return tensors if self._is_whole() else {name: cut(name, tensor) for name, tensor in tensors.items()}
+        return tensors if self._is_whole(kind) else {name: cut(name, tensor) for name, tensor in tensors.items()}
 
-    def _is_whole(self) -> bool:
-        sample, w = self.sample, self.workload
+    def _is_whole(self, kind: str) -> bool:
+        sample, w = self.samples[kind], self.workload
         return len(sample.batches) == w.B and len(sample.kv_heads) == w.H_kv
 
     def _outside_sample(self, tensors: dict[str, Tensor], inputs: Inputs) -> list[TensorCheck]:
         """What can be said of the heads that were not compared: they are finite, and 0 where no key is seen."""
         import torch
 
-        if self._is_whole():
+        if self._is_whole(inputs.kind):
             return []
         found = []
         unseen = _unseen_rows(inputs)
@@ -394,7 +397,7 @@ class _Checker:
             tensors=tuple(_one_each(self.found)),
             directions=self.directions,
             seed=seed,
-            heads_checked=len(self.sample.batches) * len(self.sample.kv_heads) * group,
+            heads_checked=len(set().union(*(sample.pairs() for sample in self.samples.values()))) * group,
             heads_total=self.workload.B * self.workload.H,
             message=self._sentence(worst),
             deterministic=self.deterministic,
@@ -432,6 +435,17 @@ class _Checker:
                 f" to a kernel that rounds no more than it must; one that also rounds its {words} may err as much"
             )
         return sentence
+
+
+def kind_samples(
+    workload: Workload, device_kind: str, seed: int, kinds: Sequence[str], *, quick: bool = False
+) -> dict[str, Sample]:
+    """Which heads are compared for each kind of inputs."""
+    pairs = MAX_PAIRS[device_kind] // (QUICK_SHARE if quick else 1)
+    return {
+        kind: sample_heads(workload, seed + position, pairs // LATER_SHARE if position else pairs)
+        for position, kind in enumerate(kinds)
+    }
 
 
 def _one_each(checks: list[TensorCheck]) -> list[TensorCheck]:

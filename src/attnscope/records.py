@@ -52,7 +52,7 @@ class CheckResult:
 
     ``row_rel_error_max`` and ``error_budget`` are those of the tensor nearest its budget (``factor`` is their ratio). A
     loose or approximate one is told against the tight budget here, so that its factor may exceed 1.
-    ``heads_checked`` of ``heads_total`` (batch, head) pairs were compared, all their rows.
+    ``heads_checked`` of ``heads_total`` (batch, head) pairs were compared, all their rows, on some kind of inputs.
     """
 
     passed: bool

@@ -122,6 +122,10 @@ class Sample:
     batches: tuple[int, ...]
     kv_heads: tuple[int, ...]
 
+    def pairs(self) -> set[tuple[int, int]]:
+        """Every (batch, key/value head)."""
+        return {(b, kv) for b in self.batches for kv in self.kv_heads}
+
     def heads(self, group: int) -> list[int]:
         """The query heads that belong to the sampled key/value heads."""
         return [kv * group + g for kv in self.kv_heads for g in range(group)]
