@@ -6,6 +6,7 @@ import contextlib
 import sys
 import types
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -254,6 +255,24 @@ def test_a_capture_that_breaks_is_told_in_one_line_and_the_generator_is_put_back
         timer.capture(lambda: [card.wait])
     assert card.generator.restored == 1
     assert card.capturing is None
+
+
+def test_a_capture_that_breaks_lets_go_of_all_that_it_held(card, timer):
+    class Call:  # of a call's results and saved tensors
+        def __call__(self) -> None:
+            card.wait()
+
+    def make_calls() -> list[Call]:
+        calls = [Call()]
+        held.append(weakref.ref(calls[0]))
+        return calls
+
+    held: list[weakref.ref[Call]] = []
+    try:
+        timer.capture(make_calls)
+    except CaptureFailed:
+        gone = held[0]() is None
+    assert gone
 
 
 def test_an_empty_graph_is_no_capture(card, timer):

@@ -311,34 +311,40 @@ class CudaTimer:
         return float(cuda.max_memory_allocated(self._index) - before) / MIB
 
     def capture(self, make_calls: Callable[[], Sequence[Call]]) -> Replay:
-        """Make the calls and run them on a side stream, then capture all of them in one graph.
-
-        The calls are made there because autograd runs a backward on the stream of its forward: a forward of the
-        default stream would pull that stream into the capture and break it.
-        """
+        """Make the calls and run them on a side stream, then capture all of them in one graph."""
         torch = self._torch
-        self._side.wait_stream(torch.cuda.current_stream(self._index))
         generator = torch.cuda.default_generators[self._index]
         state = generator.clone_state()
         try:
-            with torch.cuda.stream(self._side):
-                calls = list(make_calls())
-                for call in (calls[0], *calls):
-                    call()
-            self.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with warnings.catch_warnings(record=True) as caught, torch.cuda.stream(self._side):
-                warnings.simplefilter("always")
-                with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
-                    for call in calls:
-                        call()
-            graph.replay()
-            self.synchronize()
+            return self._captured(make_calls)
+        except CaptureFailed as failed:
+            why = str(failed)
         except Exception as error:  # someone else's code; not being capturable is no fault
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             # a capture that broke leaves torch's generator waiting for its end
             generator.graphsafe_set_state(state)
             self.synchronize()
-            raise CaptureFailed(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+        # only here, where the error and the calls and graph in its frames are gone: their memory is free again
+        raise CaptureFailed(why)
+
+    def _captured(self, make_calls: Callable[[], Sequence[Call]]) -> Replay:
+        """The calls are made on the side stream because autograd runs a backward on the stream of its forward: a
+        forward of the default stream would pull that stream into the capture and break it."""
+        torch = self._torch
+        self._side.wait_stream(torch.cuda.current_stream(self._index))
+        with torch.cuda.stream(self._side):
+            calls = list(make_calls())
+            for call in (calls[0], *calls):
+                call()
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings(record=True) as caught, torch.cuda.stream(self._side):
+            warnings.simplefilter("always")
+            with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
+                for call in calls:
+                    call()
+        graph.replay()
+        self.synchronize()
         if any("Graph is empty" in str(warning.message) for warning in caught):
             raise CaptureFailed("its work ran on another stream than torch's current one")
         return _CudaReplay(graph, calls)
