@@ -349,6 +349,9 @@ def test_samples_of_the_suites_are_small_but_never_empty(name):
         pairs = len(sample.batches) * len(sample.heads(w.group)) * w.L * w.S
         assert 0 < pairs <= max(2**24, w.L * w.S * w.group)
         assert sample_heads(w, seed=0, max_pairs=2**50).heads(w.group) == list(range(w.H))
+        few = sample_heads(w, 0, 2**50, max_elements=2**22)
+        elements = (w.L * w.group + w.S) * (w.D + w.D_v)
+        assert 0 < len(few.pairs()) * elements <= max(2**22, elements)
 
 
 def test_samples_move_with_the_seed():

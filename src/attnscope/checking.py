@@ -32,6 +32,7 @@ from attnscope.workload import DIRECTIONS, Workload
 # (query, key) pairs of which heads are sampled for the first kind of inputs; a quick check takes a quarter. Each other
 # kind has a sample of its own, of a quarter: together they meet more heads than one sample of that cost would.
 MAX_PAIRS = {"cpu": 2**21, "cuda": 2**28}
+MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of q, k, v and out of those heads, about ten float64 numbers for each
 QUICK_SHARE, LATER_SHARE = 4, 4
 EQUAL_RUNS = {"cpu": 6, "cuda": 100}  # where the sheet claims determinism
 QUICK_EQUAL_RUNS = {"cpu": 3, "cuda": 20}
@@ -441,11 +442,12 @@ def kind_samples(
     workload: Workload, device_kind: str, seed: int, kinds: Sequence[str], *, quick: bool = False
 ) -> dict[str, Sample]:
     """Which heads are compared for each kind of inputs."""
-    pairs = MAX_PAIRS[device_kind] // (QUICK_SHARE if quick else 1)
-    return {
-        kind: sample_heads(workload, seed + position, pairs // LATER_SHARE if position else pairs)
-        for position, kind in enumerate(kinds)
-    }
+    found = {}
+    for position, kind in enumerate(kinds):
+        share = (QUICK_SHARE if quick else 1) * (LATER_SHARE if position else 1)
+        limits = MAX_PAIRS[device_kind] // share, MAX_ELEMENTS[device_kind] // share
+        found[kind] = sample_heads(workload, seed + position, *limits)
+    return found
 
 
 def _one_each(checks: list[TensorCheck]) -> list[TensorCheck]:

@@ -131,14 +131,18 @@ class Sample:
         return [kv * group + g for kv in self.kv_heads for g in range(group)]
 
 
-def sample_heads(workload: Workload, seed: int, max_pairs: int) -> Sample:
+def sample_heads(workload: Workload, seed: int, max_pairs: int, max_elements: int | None = None) -> Sample:
     """A seeded sample of whole (b, h) problems with at most about ``max_pairs`` (query, key) pairs, at least one.
 
-    Where a bias or sinks sum gradients over the batch (or over heads), all of the batch (or all heads) are taken.
+    Nor do their q, k, v and out together have more than about ``max_elements``: few queries of many heads meet few
+    pairs, and yet what is kept of their keys fills a memory. Where a bias or sinks sum gradients over the batch (or over heads), all of the batch (or all heads) are taken.
     """
     w = workload
     pairs = max(w.L * w.S * w.group, 1)
     wanted = max(1, max_pairs // pairs)
+    if max_elements is not None:
+        elements = (w.L * w.group + w.S) * (w.D + w.D_v)
+        wanted = max(1, min(wanted, max_elements // max(elements, 1)))
     bias = w.broadcast_shape(w.bias_shape) if w.bias else None
     whole_batch = w.sinks or (bias is not None and bias[0] == 1)
     whole_heads = bias is not None and bias[1] == 1
