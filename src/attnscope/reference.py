@@ -135,7 +135,8 @@ def sample_heads(workload: Workload, seed: int, max_pairs: int, max_elements: in
     """A seeded sample of whole (b, h) problems with at most about ``max_pairs`` (query, key) pairs, at least one.
 
     Nor do their q, k, v and out together have more than about ``max_elements``: few queries of many heads meet few
-    pairs, and yet what is kept of their keys fills a memory. Where a bias or sinks sum gradients over the batch (or over heads), all of the batch (or all heads) are taken.
+    pairs, and yet what is kept of their keys fills a memory. Where a bias or sinks sum gradients over the batch (or
+    over heads), all of the batch (or all heads) are taken.
     """
     w = workload
     pairs = max(w.L * w.S * w.group, 1)
