@@ -83,12 +83,13 @@ def load_article(root: Path) -> dict[str, Any]:
 
 
 def find_run(runs: Sequence[Run], workload: str, direction: str = "forward") -> Run | None:
-    """The newest full GPU run that timed the workload; a quick or interrupted one is never published."""
-    for run in runs:
-        full = run.device.kind == "cuda" and not run.quick and not run.interrupted
-        if full and any(r.measurement(direction) for r in run.for_workload(workload)):
-            return run
-    return None
+    """The newest full GPU run that timed the workload; a quick or interrupted one is never published.
+
+    One that profiled it comes before any that did not, so that times and kernels told beside each other are of one run.
+    """
+    full = [run for run in runs if run.device.kind == "cuda" and not run.quick and not run.interrupted]
+    timed = [run for run in full if any(r.measurement(direction) for r in run.for_workload(workload))]
+    return next((run for run in timed if any(r.profiles for r in run.for_workload(workload))), next(iter(timed), None))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

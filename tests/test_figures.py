@@ -116,6 +116,14 @@ def test_quick_interrupted_and_cpu_runs_are_never_published(figures, tmp_path: P
     assert figures.main([], root) == 0 and (root / "README.md").read_text() == README
 
 
+def test_a_newer_run_without_profiles_does_not_take_the_place_of_one_with_them(figures):
+    profiled = factories.blog_run()
+    bare = tuple(result.with_changes(profiles=()) for result in profiled.results)
+    newer = factories.blog_run(created="2026-12-01T00:00:00+00:00", results=bare)
+    assert figures.find_run([newer, profiled], factories.BLOG) is profiled
+    assert figures.find_run([newer], factories.BLOG) is newer, "times without kernels are better than none"
+
+
 def test_without_records_it_says_so_and_changes_nothing(figures, tmp_path: Path, capsys):
     root = checkout(tmp_path)
     before = tree(root)

@@ -138,6 +138,22 @@ def test_where_a_rival_is_missing_the_best_of_the_others_counts_and_the_gap_is_t
     assert f"without   flash_attn_3: skipped: takes another head dim: {len(big)} of 32: " in text_of(run)
 
 
+def test_rivals_that_ran_out_of_memory_are_told_in_one_line_whatever_was_free() -> None:
+    run = rival_run(GRID, {"hopper": 1.0, "sdpa_cudnn": 1.2, "naive": 3.0})
+    full = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 139.80 GiB"
+    errors = iter(
+        [f"ran out of memory: {full.format(4)}", f"passed its check, then OutOfMemoryError: {full.format(16)}"]
+    )
+    lost = [str(w) for w in GRID[:2]]
+    results = tuple(
+        r.with_changes(status="failed", forward=None, error=next(errors))
+        if r.implementation == "naive" and r.workload in lost
+        else r
+        for r in run.results
+    )
+    assert suite_of(replace(run, results=results)).absent == {"naive: failed: ran out of memory": tuple(lost)}
+
+
 def test_a_figure_that_some_shapes_lack_says_so() -> None:
     run = rival_run(GRID)
     results = tuple(

@@ -201,7 +201,10 @@ def _why_no_time(mine: Result, direction: str) -> str:
         return "wrong"
     if mine.status == "approximate":
         return "approximate"
-    return f"failed: {mine.error.splitlines()[0]}" if mine.error else "not timed"
+    if not mine.error:
+        return "not timed"
+    # how much was free is another number each time, which would tell one reason as many
+    return "failed: ran out of memory" if "out of memory" in mine.error else f"failed: {mine.error.splitlines()[0]}"
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:
