@@ -199,7 +199,8 @@ def test_every_block_says_what_it_is():
 def test_readme_names_the_two_commands_first():
     commands = [command for b in blocks(ROOT / "README.md") for command, _ in b.commands()]
     assert commands[:2] == ["make compare", "make test"]
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    written = GENERATED.sub("", (ROOT / "README.md").read_text())
+    assert len(written.splitlines()) <= 115, "a newcomer reads it all; the tables that commands write come on top"
 
 
 def prose(page: Path) -> str:
