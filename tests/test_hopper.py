@@ -113,12 +113,27 @@ def test_every_class_has_a_workload_by_which_it_is_tuned_and_ships_candidates(in
     for dim in ("8", "64", "80", "128", "192", "200", "256", "192,Dv128", "64,Dv128"):
         for mask in ("", ",causal", ",window=9", ",causal=bottom_right,window=9", *OPTIONS.values()):
             for dtype in ("bf16", "fp16"):
-                for length in ("H1,L1", "H2,L4160", "H99,L1024", "H99,L1025", "H99,L4096", "H99,L4097", "L100000,H9"):
+                for length in (
+                    "H1,L1", "H2,L4160", "H9,L1024", "H33,L1024", "H99,L256", "H265,L256", "H99,L1024", "H99,L1025",
+                    "H99,L4096", "H99,L4097", "L100000,H9",
+                ):
                     assert tuning_class(Workload.parse(f"{length},D{dim},{dtype}{mask}")) in tuned
     for key, entry in shipped().classes.items():
         offered = entries.candidates(tuned[key], H200)
         assert entry.gluon in [one.gluon for one in offered]
         assert entry.cuda in [None, *(one.cuda for one in offered)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [
+        ("B2,H33,L128", "few"), ("B2,H33,L128,S9999", "few"), ("B2,H33,L129", "some"), ("B4,H33,L256", "some"),
+        ("B4,H33,L256,S1024", "some"), ("B4,H33,L256,S1025", "middle"), ("B4,H33,L257,S256", "tiny"),
+        ("B4,H33,L257", "short"), ("B4,H33,L1024", "short"), ("B4,H33,L4096", "middle"), ("B4,H33,L4097", "long"),
+    ],
+)  # fmt: skip
+def test_a_class_counts_keys_and_rounds_of_tiles(shape: str, length: str) -> None:
+    assert tuning_class(Workload.parse(f"{shape},D128,bf16")) == f"D128,full,bf16,{length}"
 
 
 def test_few_rows_are_not_tuned_by_name(installed: None) -> None:

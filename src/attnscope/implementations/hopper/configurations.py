@@ -16,12 +16,13 @@ GROUP_ROWS = 64  # query rows of a group of 128 threads
 LEAST_KEYS = 64  # keys of a tile, at the least
 SHARED_LIMIT_BYTES = 232_448  # a block's largest on compute capability 9.0
 GEOMETRY = frozenset({"causal_top_left", "causal_bottom_right", "window", "lengths", "packed"})
-FEW_TILES = 132  # of one group's rows: so many multiprocessors have Hopper's largest cards
+MULTIPROCESSORS = 132  # of Hopper's largest cards
 TUNED_MASKS = (  # of a class's workload; {} is a quarter of L
     "", ",causal", ",causal,window={}", ",mask=bool:1x1xLxS", ",bias=bf16:1xHxLxS", ",bias=fp32:1xHxLxS",
     ",softcap=20,bias=bf16:1xHxLxS",
 )  # fmt: skip
-LENGTHS = (("short", 1024), ("middle", 4096), ("long", None))  # classes of S, each up to a number of keys
+SHORT = 1024  # keys
+LENGTHS = (("tiny", 256), ("short", SHORT), ("middle", 4096), ("long", None))  # classes of S, each up to so many keys
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,25 @@ def widest(workload: Workload) -> tuple[int, int]:
 
 
 def tuning_class(workload: Workload) -> str:
-    """Workloads that share a configuration: ``D128,causal,bf16,long``. Those of few rows in all are ``few``, however
-    many keys they see: what counts there is that every multiprocessor has something to do."""
+    """Workloads that share a configuration: ``D128,causal,bf16,long``."""
     w = workload
     dim, value_dim = widest(w)
     width = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
-    length = next(name for name, most in LENGTHS if most is None or w.S <= most)
-    if w.B * w.H * -(-w.L // GROUP_ROWS) <= FEW_TILES:
-        length = "few"
-    return f"{width},{mask_of(w)},{w.dtype},{length}"
+    return f"{width},{mask_of(w)},{w.dtype},{length_of(w)}"
+
+
+def length_of(w: Workload) -> str:
+    """The word of a class for how many keys are seen, and by how many tiles of rows.
+
+    ``few``: tiles of one group are no more than multiprocessors, so that each should have something to do, however many
+    keys there are. ``some``: keys are few and tiles of two groups make two rounds at most, so that beginning counts as
+    much as going on.
+    """
+    if w.B * w.H * -(-w.L // GROUP_ROWS) <= MULTIPROCESSORS:
+        return "few"
+    if w.S <= SHORT and w.B * w.H * -(-w.L // (2 * GROUP_ROWS)) <= 2 * MULTIPROCESSORS:
+        return "some"
+    return next(name for name, most in LENGTHS if most is None or w.S <= most)
 
 
 def mask_of(w: Workload) -> str:
@@ -100,13 +111,15 @@ def mask_of(w: Workload) -> str:
 
 
 def tuning_workloads() -> list[Workload]:
-    """One workload for each class, of about 16,384 tokens and 2,048 columns over all heads, or of few rows."""
+    """One workload for each class, of about 16,384 tokens and 2,048 columns over all heads, or of fewer rows."""
     return [
         Workload.parse(f"B{batch},H{heads or 2048 // dim},L{length},{dims},{dtype}{mask.format(length // 4)}")
         for dim, dims in ((64, "D64"), (128, "D128"), (192, "D192"), (192, "D192,Dv128"), (256, "D256"))
         for mask in TUNED_MASKS
         for dtype in ("bf16", "fp16")
-        for batch, heads, length in ((1, 16, 512), (32, None, 512), (8, None, 2048), (2, None, 8192))
+        for batch, heads, length in (
+            (1, 16, 512), (4, 16, 512), (64, None, 256), (32, None, 512), (8, None, 2048), (2, None, 8192),
+        )
     ]
 
 
