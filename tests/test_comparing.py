@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 import attnscope
-from attnscope import comparing, jobs
-from attnscope.comparing import Plan, execute, make_plan, prepare_folder
+from attnscope import jobs, planning
 from attnscope.device import find_device
 from attnscope.errors import UnknownImplementation, UsageError, WorkloadError
 from attnscope.implementation import Output, _registered, reference_of, select_named
 from attnscope.inputs import make_inputs
+from attnscope.planning import Plan, make_plan, prepare_folder
 from attnscope.records import read_runs, write_run
+from attnscope.sweeping import execute
 from attnscope.workload import Workload
 from bad_implementations import Good
 
@@ -267,7 +268,7 @@ def test_score_matrices_beyond_memory_are_a_reason(monkeypatch):
 def test_defaults_follow_the_device():
     plan = Plan((), ("good",))
     assert plan.workloads == ()
-    assert comparing.CPU_DEFAULT == ("blog-small", "gpt2-small")
+    assert planning.CPU_DEFAULT == ("blog-small", "gpt2-small")
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,17 @@ def test_every_class_has_a_workload_by_which_it_is_tuned_and_ships_candidates(in
         for mask in ("", ",causal", ",window=9", ",causal=bottom_right,window=9", *OPTIONS.values()):
             for dtype in ("bf16", "fp16"):
                 for length in (
-                    "H1,L1", "H2,L4160", "H9,L1024", "H33,L1024", "H99,L256", "H265,L256", "H99,L1024", "H99,L1025",
-                    "H99,L4096", "H99,L4097", "L100000,H9",
+                    "H1,L1",
+                    "H2,L4160",
+                    "H9,L1024",
+                    "H33,L1024",
+                    "H99,L256",
+                    "H265,L256",
+                    "H99,L1024",
+                    "H99,L1025",
+                    "H99,L4096",
+                    "H99,L4097",
+                    "L100000,H9",
                 ):
                     assert tuning_class(Workload.parse(f"{length},D{dim},{dtype}{mask}")) in tuned
     for key, entry in shipped().classes.items():

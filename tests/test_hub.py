@@ -14,12 +14,12 @@ import pytest
 
 import hub_kernels
 from attnscope import implementation as registry
-from attnscope.comparing import _without_folder
 from attnscope.device import Device
 from attnscope.errors import UsageError
 from attnscope.implementation import _registered, safe_reasons
 from attnscope.implementations import hub
 from attnscope.implementations.hub import child, trust
+from attnscope.sweeping import _without_folder
 from attnscope.workload import Workload
 from hub_stand_in import COMMIT, Hub, Repository
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from attnscope.comparing import execute, left_over, make_plan
 from attnscope.errors import UsageError
+from attnscope.planning import left_over, make_plan
 from attnscope.records import Run
 from attnscope.resuming import Budget, refuse_unlike, remaining
+from attnscope.sweeping import execute
 from attnscope.worker import InProcess
 from attnscope.workload import Workload
 from factories import blog_run, skipped
@@ -60,9 +61,9 @@ def test_no_workload_begins_that_may_not_end_in_time():
 
 def test_two_commands_do_the_work_of_one(monkeypatch):
     texts, names = [str(A), str(B)], "sdpa_math"
-    monkeypatch.setattr("attnscope.comparing.Worker", lambda *a, **k: InProcess())
+    monkeypatch.setattr("attnscope.sweeping.Worker", lambda *a, **k: InProcess())
     rows = lambda sweep, workload, device: [skipped("sdpa_math", workload=str(workload))]  # noqa: E731
-    monkeypatch.setattr("attnscope.comparing._Sweep._run_workload", rows)
+    monkeypatch.setattr("attnscope.sweeping._Sweep._run_workload", rows)
     monkeypatch.setattr("attnscope.resuming.MARGIN", 1e9)
     plan = make_plan(texts, names, "forward", "cpu", (), quick=True, budget_s=0.001)
     first = execute(plan)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from attnscope.comparing import execute, make_plan
 from attnscope.device import find_device
 from attnscope.implementation import _registered, reference_of, register
 from attnscope.jobs import Ask
+from attnscope.planning import make_plan
 from attnscope.records import Result, read_runs, write_run
 from attnscope.spending import Ledger, added, spent_sentence
+from attnscope.sweeping import execute
 from attnscope.warming import ahead, warm_tasks
 from attnscope.worker import InProcess, Worker
 from attnscope.workload import Workload

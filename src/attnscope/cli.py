@@ -28,7 +28,8 @@ from attnscope.view_cli import view
 from attnscope.why_cli import why
 
 if TYPE_CHECKING:
-    from attnscope.comparing import Plan, Watcher
+    from attnscope.planning import Plan
+    from attnscope.progress import Watcher
     from attnscope.records import Run
 
 app = typer.Typer(
@@ -307,7 +308,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _plan(workloads: list[str] | None, *args: Any, **options: Any) -> Plan:
-    from attnscope.comparing import make_plan
+    from attnscope.planning import make_plan
 
     if ":" in args[0]:
         sys.path.insert(0, "")  # so that module:Class finds the user's own file, as `python -m` would
@@ -320,9 +321,10 @@ def _default_out(out: Path | None) -> Path:
 
 
 def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
-    from attnscope.comparing import execute, left_over
+    from attnscope.planning import left_over
     from attnscope.records import write_run
     from attnscope.spending import spent_sentence
+    from attnscope.sweeping import execute
 
     with progress() as watcher:
         run = execute(plan, watcher)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnscope import implementation as registry
-from attnscope.comparing import Step, Watcher
 from attnscope.device import Device, Environment
 from attnscope.errors import DeviceError, UnsupportedWorkload, UsageError
 from attnscope.fuzz_cases import Case, Failure, FuzzReport, Outcome, Refusals, coverage_of, tally
 from attnscope.fuzz_jobs import FuzzAsk
+from attnscope.progress import Step, Watcher
 from attnscope.shrinking import shrink
 from attnscope.worker import START_LIMIT_S, Caller, InProcess, RemoteError, Worker, WorkerFailed
 

@@ -1,6 +1,6 @@
 """What a worker process does for the sweep: survey, try, check, limits, measure, profile. Each returns plain records.
 
-Called by :mod:`attnscope.comparing` through :mod:`attnscope.worker`; reads workloads and names, writes records. State
+Called by :mod:`attnscope.sweeping` through :mod:`attnscope.worker`; reads workloads and names, writes records. State
 that several calls share (references, inputs of the current workload) lives in this module, once a process.
 """
 

@@ -1,6 +1,6 @@
 """``attnscope explain --try``: measure the attention of a trace on this machine, and say what it would change.
 
-Reads an Explanation, runs :mod:`attnscope.comparing` on the workloads of its call sites, writes a Trial. Imports no
+Reads an Explanation, runs :mod:`attnscope.sweeping` on the workloads of its call sites, writes a Trial. Imports no
 torch itself. Times enter only where the trace's card is the one here; elsewhere ratios are all that carries over. An
 implementation must have passed its check in every direction that the trace ran, since a forward of one and a backward
 of another cannot be combined.
@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from attnscope.comparing import Watcher, execute, make_plan
 from attnscope.explaining.explanation import CallSite, Explanation
 from attnscope.explaining.trial import NotTried, Trial, TriedSite
+from attnscope.planning import make_plan
+from attnscope.progress import Watcher
 from attnscope.records import Result, Run
 from attnscope.reporting.words import verdict_between
+from attnscope.sweeping import execute
 from attnscope.units import format_ms, format_us, significant
 from attnscope.workload import DIRECTIONS
 

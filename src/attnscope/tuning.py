@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from attnscope import implementation as registry
-from attnscope.comparing import Step, Watcher
 from attnscope.device import Device, Environment
 from attnscope.errors import DeviceError, UnsupportedWorkload, UsageError
 from attnscope.implementation import safe_reasons
+from attnscope.progress import Step, Watcher
 from attnscope.resuming import Budget
 from attnscope.suites import find_workloads
 from attnscope.tables import Configuration, Table

@@ -1,6 +1,6 @@
 """A child process that runs functions by name, so that a crash, a hang or a full memory costs one row only.
 
-Used by the sweep in :mod:`attnscope.comparing`. The child is started as ``python -m attnscope.worker`` and not by
+Used by the sweep in :mod:`attnscope.sweeping`. The child is started as ``python -m attnscope.worker`` and not by
 ``multiprocessing``, which would import the caller's main module a second time.
 """
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnscope.comparing import execute, make_plan
 from attnscope.implementation import names
+from attnscope.planning import make_plan
 from attnscope.records import MEASURED_STATUSES
+from attnscope.sweeping import execute
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 OURS = {"naive", "naive_inplace", "naive_compiled", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flex"}

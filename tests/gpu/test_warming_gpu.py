@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from attnscope.comparing import execute, make_plan
 from attnscope.implementation import find
+from attnscope.planning import make_plan
+from attnscope.sweeping import execute
 from attnscope.workload import Workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

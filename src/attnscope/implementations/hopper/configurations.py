@@ -118,7 +118,12 @@ def tuning_workloads() -> list[Workload]:
         for mask in TUNED_MASKS
         for dtype in ("bf16", "fp16")
         for batch, heads, length in (
-            (1, 16, 512), (4, 16, 512), (64, None, 256), (32, None, 512), (8, None, 2048), (2, None, 8192),
+            (1, 16, 512),
+            (4, 16, 512),
+            (64, None, 256),
+            (32, None, 512),
+            (8, None, 2048),
+            (2, None, 8192),
         )
     ]
 
