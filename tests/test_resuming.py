@@ -8,9 +8,9 @@ import pytest
 
 from attnscope.errors import UsageError
 from attnscope.planning import left_over, make_plan
-from attnscope.records import Run
+from attnscope.records import Run, read_runs
 from attnscope.resuming import Budget, refuse_unlike, remaining
-from attnscope.sweeping import execute
+from attnscope.sweeping import execute, save
 from attnscope.worker import InProcess
 from attnscope.workload import Workload
 from factories import blog_run, skipped
@@ -57,6 +57,24 @@ def test_no_workload_begins_that_may_not_end_in_time():
     assert [budget.allows_another() for _ in range(4)] == [True, True, True, False]  # 61 s and one of 31 s
     endless = Budget(None)
     assert all(endless.allows_another() for _ in range(5))
+
+
+def test_what_was_finished_outlives_a_run_that_was_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr("attnscope.sweeping.Worker", lambda *a, **k: InProcess())
+    kept = []
+
+    def rows(sweep, workload, device):
+        if workload == B:
+            kept.extend(read_runs(tmp_path / "so-far.jsonl"))  # all there is, were it killed now
+        return [skipped("sdpa_math", workload=str(workload))]
+
+    monkeypatch.setattr("attnscope.sweeping._Sweep._run_workload", rows)
+    plan = make_plan([str(A), str(B)], "sdpa_math", "forward", "cpu", (), quick=True, out=tmp_path)
+    run = execute(plan)
+    (killed,) = kept
+    assert killed.workloads == (str(A),) and not killed.interrupted and left_over(plan, killed) == (B,)
+    assert read_runs(save(run, tmp_path)) == [run]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
 
 
 def test_two_commands_do_the_work_of_one(monkeypatch):

@@ -322,16 +322,14 @@ def _default_out(out: Path | None) -> Path:
 
 def _run(plan: Plan, *, json: bool, wide: bool, profiles: bool = False) -> None:
     from attnscope.planning import left_over
-    from attnscope.records import write_run
     from attnscope.spending import spent_sentence
-    from attnscope.sweeping import execute
+    from attnscope.sweeping import execute, save
 
     with progress() as watcher:
         run = execute(plan, watcher)
     _show(run, json=json, wide=wide, profiles=profiles)
     if plan.out is not None:
-        write_run(run, plan.out / "run.jsonl")
-        typer.echo(f"run: {plan.out / 'run.jsonl'}", err=True)
+        typer.echo(f"run: {save(run, plan.out)}", err=True)
         typer.echo(spent_sentence(run.results), err=True)
         _write_page([run], plan.out / "report.html", must=False)
     if (plan.budget_s or plan.after) and plan.out is not None:

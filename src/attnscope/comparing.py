@@ -13,8 +13,8 @@ from typing import Any
 
 from attnscope.errors import AttnscopeError, UsageError
 from attnscope.planning import Plan, make_plan
-from attnscope.records import Run, write_run
-from attnscope.sweeping import execute
+from attnscope.records import Run
+from attnscope.sweeping import execute, save
 from attnscope.workload import Workload
 
 SETTINGS = ("sustained_s", "time_limit_s", "budget_s", "after", "wait", "warmup", "active", "compile", "warm")
@@ -77,7 +77,7 @@ def _execute_and_save(plan: Plan) -> Run:
     if plan.out is not None:
         from attnscope.reporting.html import write_report
 
-        write_run(run, plan.out / "run.jsonl")
+        save(run, plan.out)
         try:
             write_report([run], plan.out / "report.html")
         except AttnscopeError as error:

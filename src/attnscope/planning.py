@@ -101,7 +101,7 @@ def prepare_folder(folder: Path) -> Path:
         raise UsageError(
             f"--out must be a folder that can be written, got {folder}: {error.strerror or error}"
         ) from None
-    for name in ("run.jsonl", "report.html"):
+    for name in ("run.jsonl", "so-far.jsonl", "report.html"):
         if (folder / name).exists():
             raise UsageError(f"{folder} already holds {name}, which is never overwritten\nhint: --out another folder")
     return folder

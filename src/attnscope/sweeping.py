@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from attnscope import implementation as registry
 from attnscope.device import Device, Environment
-from attnscope.errors import AttnscopeError, DeviceError
+from attnscope.errors import AttnscopeError, DeviceError, RecordError
 from attnscope.planning import Plan, asked_workloads
 from attnscope.progress import Step, Watcher
-from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict
+from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict, write_run
 from attnscope.resuming import Budget, refuse_unlike, remaining
 from attnscope.spending import Ledger, added
 from attnscope.warming import ENVIRONMENT, ahead, meanwhile, warm_caches, warm_tasks
@@ -33,11 +33,21 @@ if TYPE_CHECKING:
 
 STAGE_WORDS = {"prepare": "measure_prepare", "warm-up": "warm_up"}  # of reports, as a row's seconds call them
 TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
+RUN, SO_FAR = "run.jsonl", "so-far.jsonl"
 
 
 def execute(plan: Plan, watcher: Watcher | None = None) -> Run:
     """Run a plan. On Ctrl-C, what is finished is returned with ``interrupted`` set; nothing is lost."""
     return _Sweep(plan, watcher or (lambda step: None)).run()
+
+
+def save(run: Run, folder: Path) -> Path:
+    """Write ``run.jsonl``, which takes the place of what was kept of the run in case it had been killed. Raises
+    RecordError."""
+    path = folder / RUN
+    write_run(run, path)
+    (folder / SO_FAR).unlink(missing_ok=True)
+    return path
 
 
 class _Sweep:
@@ -83,6 +93,7 @@ class _Sweep:
                     if len(workloads) == 1 and not self._unfinished:
                         raise
                     rows += self._lost(workload, error)  # one workload of many costs its own rows only
+                self._keep(replace(run, workloads=run.workloads[: number + 1], results=tuple(rows)))
         except KeyboardInterrupt:
             if run is None:
                 raise
@@ -93,6 +104,12 @@ class _Sweep:
             self.bench.close()
         assert run is not None
         return replace(run, limits=self.limits, results=tuple(rows))
+
+    def _keep(self, run: Run) -> None:
+        """What is finished, in case the process is killed; a disk that is full now is the last write's to report."""
+        if self.plan.out is not None:
+            with contextlib.suppress(RecordError):
+                write_run(replace(run, limits=self.limits), self.plan.out / SO_FAR)
 
     def _start(self) -> tuple[Device, Environment]:
         self._say("start")
