@@ -76,7 +76,7 @@ def test_what_only_a_card_can_show_is_skipped_on_a_cpu(cpu: Device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fault_id", ["W4", "W6", "W7", "W8", "W22", "S1", "S3", "S4", "A2"])
+@pytest.mark.parametrize("fault_id", ["W4", "W6", "W7", "W8", "W22", "S1", "S3", "S4", "A2", "A3", "A4", "A5", "A6"])
 def test_each_fault_of_a_card_has_an_outcome_there(gpu: Device, fault_id: str) -> None:
     records = run_probes(gpu, faults=[fault for fault in FAULTS if fault.id == fault_id])
     told = [record for record in records if record.outcome != "skipped"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnscope import faults_cli
 from attnscope.device import Device, Environment, read_environment
-from attnscope.errors import RecordError
+from attnscope.errors import RecordError, UsageError
 from attnscope.fault_probes import FAULTS, find_fault
 from attnscope.faults import (
     KNOWN_FAULTS,
@@ -71,6 +71,11 @@ def test_ranges_decide_on_any_workload(w):
         ("S1", "H8/2,L8,D64,fp32", "H8/2,L8,D64,bf16"),
         ("A2", "H1,L8,D64,dropout=0.1", "H1,L8,D64"),
         ("A1", "H1,L8,D64,causal,scale=-1", "H1,L8,D64,causal,scale=1"),
+        ("A3", "H1,L65,S704,D64,bf16", "H1,L704,D64,bf16"),
+        ("A4", "H1,L1,S4096,D64,bf16", "H1,L2,S4096,D64,bf16"),
+        ("A5", "H1,L127,S704,D64,bf16", "H1,L704,D64,bf16"),
+        ("A6", "H1,L8,D80,bf16", "H1,L8,D96,bf16"),
+        ("A6", "H1,L8,D72,bf16", "H1,L8,D64,bf16"),
     ],
 )
 def test_ranges_hold_the_report_s_workload(fault_id, inside, outside):
@@ -327,12 +332,21 @@ def test_known_faults_are_those_of_device_versions_and_range():
 def test_the_command_prints_what_it_saw_and_writes_only_when_asked(tmp_path, monkeypatch):
     path = tmp_path / "known_faults.toml"
     found = [RECORD, replace(RECORD, id="W4", outcome="skipped")]
-    monkeypatch.setattr(faults_cli, "run_probes", lambda device, *, seen_by: found)
+    tried: list[list[str]] = []
+
+    def run_probes(device, *, faults, seen_by):
+        tried.append([fault.id for fault in faults])
+        return found
+
+    monkeypatch.setattr(faults_cli, "run_probes", run_probes)
     monkeypatch.setattr(faults_cli, "KNOWN_FAULTS", path)
     monkeypatch.setattr(write_known_faults, "__defaults__", (path,))
     printed = faults_cli.faults_table("cpu", False)
     assert "observed (1)" in printed and "W1   naive" in printed and "skipped (1)" in printed and not path.exists()
-    assert "1 entries" in faults_cli.faults_table("cpu", True)
+    assert "1 entries" in faults_cli.faults_table("cpu", True, ["A3", "W4"])
+    assert tried == [[fault.id for fault in FAULTS], ["W4", "A3"]]
+    with pytest.raises(UsageError, match=r"unknown fault 'A33'\nhint: did you mean A3"):
+        faults_cli.faults_table("cpu", True, ["A33"])
     assert read_known_faults(path) == [RECORD]
 
 

@@ -234,13 +234,14 @@ def demo(
 
 @app.command()
 def faults(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Such as W4 A3. Default: all.")] = None,
     device: DeviceOption = None,
     write: Annotated[bool, typer.Option("--write", help="Put what was observed into known_faults.toml.")] = False,
 ) -> None:
     """Try publicly reported faults on this machine's implementations and say which are there."""
     from attnscope.faults_cli import faults_table
 
-    typer.echo(faults_table(device, write))
+    typer.echo(faults_table(device, write, ids or ()))
 
 
 @records_app.command("add")

@@ -15,6 +15,7 @@ from attnscope.probing import Case, Fault, equal_runs, judged
 from attnscope.workload import Workload
 
 FUSED = ("sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "sdpa_auto")
+CUDNN = ("sdpa_cudnn", "sdpa_auto", "cudnn_graph")
 
 
 # --- what the reports do to inputs ------------------------------------------------------------------------------------
@@ -247,6 +248,49 @@ FAULTS: tuple[Fault, ...] = (
         wrong="NaN: scores are masked before they are scaled, so -inf becomes inf",
         applies=lambda w: w.effective_scale <= 0 and w.causal is not None,
         probe=judged(Case("B1,H2,L33,D16,fp32,causal,scale=-0.2"), despite_reasons=True),
+    ),
+    Fault(
+        id="A3",
+        source=f"{_pytorch(196678)} https://github.com/NVIDIA/cudnn-frontend/issues/160",
+        range="backward, no mask tensor, S % 128 = 64 and L no multiple of 64, logits far below 0",
+        wrong="NaN in dq",
+        applies=lambda w: not _has_mask_tensor(w) and w.S % 128 == 64 and w.L % 64 != 0 and w.dtype in ("bf16", "fp16"),
+        probe=judged(
+            Case("B2,H16,L65,S704,D64,bf16", kind="shifted"),
+            Case("B2,H16,L127,S704,D64,bf16,causal=bottom_right", kind="shifted"),
+        ),
+        implementations=CUDNN,
+        devices=("cuda",),
+    ),
+    Fault(
+        id="A4",
+        source="https://github.com/NVIDIA/cudnn-frontend/issues/1072",
+        range="backward with L = 1, logits far below 0",
+        wrong="NaN in dk and dv",
+        applies=lambda w: w.L == 1 and w.dtype in ("bf16", "fp16"),
+        probe=judged(Case("B1,H32/8,L1,S4096,D128,bf16", kind="shifted")),
+        implementations=CUDNN,
+        devices=("cuda",),
+    ),
+    Fault(
+        id="A5",
+        source=_pytorch(153799),
+        range="backward, L no multiple of 64",
+        wrong="NaN in the first rows of dq",
+        applies=lambda w: w.L % 64 != 0,
+        probe=judged(Case("B2,H16,L65,S704,D64,bf16"), Case("B2,H16,L127,S704,D64,bf16,causal=bottom_right")),
+        implementations=("flex",),
+        devices=("cuda",),
+    ),
+    Fault(
+        id="A6",
+        source="https://github.com/Dao-AILab/flash-attention/pull/2896",
+        range="backward, a head dim whose next multiple of 16 is none of 32",
+        wrong="dq is wrong, all else right",
+        applies=lambda w: -(-w.D // 16) % 2 == 1,
+        probe=judged(Case("B2,H16,L1024,D80,bf16,causal"), Case("B2,H4,L512,D72,bf16")),
+        implementations=("flash_attn_4",),
+        devices=("cuda",),
     ),
 )
 

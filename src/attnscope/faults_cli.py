@@ -5,10 +5,11 @@ Reads what :mod:`attnscope.faults` tries, writes ``known_faults.toml`` and a tab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attnscope.device import Device, find_device
-from attnscope.fault_probes import find_fault
+from attnscope.errors import UnknownName
+from attnscope.fault_probes import FAULTS, find_fault
 from attnscope.faults import KNOWN_FAULTS, FaultRecord, run_probes, write_known_faults
 from attnscope.implementation import find
 from attnscope.probing import OUTCOMES, Fault, Seen
@@ -17,16 +18,23 @@ from attnscope.worker import Caller, RemoteError, Worker, WorkerFailed
 PROBE_LIMIT_S = 90.0
 
 
-def faults_table(device: str | None, write: bool) -> str:
+def faults_table(device: str | None, write: bool, ids: Sequence[str] = ()) -> str:
     """Probe ``device`` (``cpu``, ``cuda``; None: the GPU if there is one), with ``write`` keep the result; a table.
 
+    ``ids`` are the faults to try; none: all.
+
     Raises:
+        UnknownName: there is no such fault.
         DeviceError: there is no such device.
         RecordError: what was seen cannot be written, or does not read back as it was.
     """
+    for name in ids:
+        if find_fault(name) is None:
+            raise UnknownName("fault", name, (fault.id for fault in FAULTS))
+    chosen = [fault for fault in FAULTS if not ids or fault.id in ids]
     worker = Worker(warm_up=("attnscope.jobs:start", device))
     try:
-        found = run_probes(find_device(device), seen_by=in_a_child(worker))
+        found = run_probes(find_device(device), faults=chosen, seen_by=in_a_child(worker))
     finally:
         worker.close()
     if write:
