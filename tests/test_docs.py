@@ -160,7 +160,14 @@ def test_quick_commands_run(page: Path, tmp_path: Path):
         run_block(block, tmp_path, {""})
 
 
-LONG = ("why.md", "explain.md", "tuning.md")  # whose quick blocks run in make test
+# whose quick blocks run in make test
+LONG = ("why.md", "explain.md", "tuning.md", "getting_started.md", "profiling_attention.md")
+    "why.md",
+    "explain.md",
+    "tuning.md",
+    "getting_started.md",
+    "profiling_attention.md",
+)  # whose quick blocks run in make test
 
 
 @pytest.mark.timeout(900)

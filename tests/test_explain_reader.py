@@ -527,8 +527,13 @@ def test_mutated_traces_end_in_a_sentence_or_an_explanation() -> None:
 
 
 @pytest.mark.slow
+def test_hundreds_of_mutated_traces() -> None:
+    fuzz(range(60, 360))
+
+
+@pytest.mark.long
 def test_a_thousand_mutated_traces() -> None:
-    fuzz(range(60, 1060))
+    fuzz(range(360, 1360))
 
 
 def test_the_place_between_two_events_cannot_be_inside_a_string() -> None:

@@ -380,9 +380,12 @@ print(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "direction"), [("H1,L16384,D16,bf16", "forward"), ("H1,L512,S16384,D16,bf16", "backward")]
+    ("text", "direction"),
+    [
+        pytest.param("H1,L16384,D16,bf16", "forward", marks=pytest.mark.long),
+        pytest.param("H1,L512,S16384,D16,bf16", "backward", marks=pytest.mark.slow),
+    ],
 )
 def test_sixteen_thousand_squared_stays_under_2_gib(text, direction):
     """In a process of its own, torch included; chunks of rows are alike, so 512 rows show the backward."""
