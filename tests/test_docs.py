@@ -162,12 +162,6 @@ def test_quick_commands_run(page: Path, tmp_path: Path):
 
 # whose quick blocks run in make test
 LONG = ("why.md", "explain.md", "tuning.md", "getting_started.md", "profiling_attention.md")
-    "why.md",
-    "explain.md",
-    "tuning.md",
-    "getting_started.md",
-    "profiling_attention.md",
-)  # whose quick blocks run in make test
 
 
 @pytest.mark.timeout(900)
