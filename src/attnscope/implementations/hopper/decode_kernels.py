@@ -11,8 +11,9 @@ shared memory by 16-byte asynchronous copies, several tiles ahead of the product
 which is how Triton knows that they are that wide. **Bound.** Read bandwidth; tensor cores are busy a tenth of the time.
 
 One loop, in which every tile is masked: a second loop for boundary tiles would let the copies run dry between the two.
-Where the keys are split, a part is its normalised out and its log2-sum-exp in float32; a second kernel on the same
-stream adds them up, so no memory outlives a call.
+Where the keys are split, a part is its normalised out and its log2-sum-exp in float32. The last program of a head adds
+the head's parts up, in the order of the keys; ``arrived`` counts the programs, and is left at zero. Where that would be
+much for one program, a second kernel on the same stream adds them up.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ def _add_parts(
     real = row < rows
     query = row // GROUP
     h = kv * GROUP + row - query * GROUP
-    first = (tl.cast(b, tl.int64) * tl.num_programs(1) + kv) * splits
-    sums = _sums(parts, rows, splits, D_V)
+    first = (tl.cast(b, tl.int64) * tl.num_programs(1) + kv) * splits * rows
+    sums = _sums(parts, rows, splits, D_V) + first
+    parts += first * D_V
     dv = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([ROWS_AT_ONCE, BLOCK_DV], tl.float32)
     top = tl.full([ROWS_AT_ONCE], -float("inf"), tl.float32)
@@ -144,10 +146,10 @@ def _add_parts(
     for at in range(0, splits, PARTS_AT_ONCE):
         split = at + tl.arange(0, PARTS_AT_ONCE)
         there = real[:, None] & (split < splits)[None, :]
-        number = (first + split)[None, :] * rows + row[:, None]
+        number = split[None, :] * rows + row[:, None]
         sum2 = tl.load(sums + number, mask=there, other=-float("inf"), cache_modifier=".cg")
         part = tl.load(
-            parts + number[:, :, None] * D_V + dv[None, None, :],
+            parts + (number[:, :, None] * D_V + dv[None, None, :]),
             mask=there[:, :, None] & (dv < D_V)[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(sum2, 1))
@@ -157,7 +159,7 @@ def _add_parts(
         acc = acc * rescale[:, None] + tl.sum(part * weights[:, :, None], 1)
         total = total * rescale + tl.sum(weights, 1)
         top = higher
-    seen = total > 0
+    seen = total != 0  # also where it is NaN
     acc = acc / tl.where(seen, total, 1.0)[:, None]
     natural = (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453  # ln 2; -inf where no key was seen
     place = (tl.cast(b, tl.int64) * out_b + h.to(tl.int64) * out_h + query.to(tl.int64) * out_l) * 8
@@ -178,7 +180,7 @@ def hopper_attention_decode(
 
     AHEAD keys are announced to the L2 cache at once: the copies of K and V begin only when the query tile has arrived.
     ``scale`` is that of the scores, times log2(e) where nothing is done to them before the exponential. ``parts`` holds
-    (B * H * L, splits, D_V) normalised sums, then (B * H * L, splits) log2-sum-exps.
+    (B * H_kv, splits, rows, D_V) normalised sums, then as many log2-sum-exps without D_V; ``arrived`` (B * H_kv) zeros.
     """
     b = tl.program_id(2)
     kv = tl.program_id(1)
@@ -237,22 +239,22 @@ def hopper_attention_decode(
 
     dv = tl.arange(0, BLOCK_DV)[None, :]
     if SPLIT:
-        seen = total > 0
+        seen = total != 0  # also where it is NaN
         rows = L * GROUP
         head = tl.cast(b, tl.int64) * tl.num_programs(1) + kv
-        number = (head * splits + split) * rows + row
+        first_row = (head * splits + split) * rows
         acc = acc / tl.where(seen, total, 1.0)[:, None]
         sum2 = top + tl.log2(tl.where(seen, total, 1.0))  # -inf where no key was seen
-        tl.store(parts + number[:, None] * D_V + dv, acc, mask=real[:, None] & (dv < D_V))
-        tl.store(_sums(parts, rows, splits, D_V) + number, sum2, mask=real)
+        tl.store(parts + first_row * D_V + (row[:, None] * D_V + dv), acc, mask=real[:, None] & (dv < D_V))
+        tl.store(_sums(parts, rows, splits, D_V) + first_row + row, sum2, mask=real)
         if JOINED:
             # Each thread's stores come before the barrier, the barrier before one thread's release; the last program
             # acquires what all released, and its loads (.cg) pass by the first-level cache, which may hold old lines.
             tl.debug_barrier()
             if tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu") == splits - 1:
-                for first_row in range(0, rows, ROWS_AT_ONCE):
+                for at in range(0, rows, ROWS_AT_ONCE):
                     _add_parts(
-                        parts, out, lse, sinks, first_row, b, kv, L, splits, out_b, out_h, out_l,
+                        parts, out, lse, sinks, at, b, kv, L, splits, out_b, out_h, out_l,
                         GROUP, D_V, BLOCK_DV, ROWS_AT_ONCE, PARTS_AT_ONCE,
                     )  # fmt: skip
                 tl.store(arrived + head, 0)  # for the next call; kernels of a stream follow one another
@@ -265,7 +267,7 @@ def hopper_attention_decode(
             acc = acc * rescale[:, None]
             total = total * rescale + tl.exp2(sink - shift)
             top = higher
-        seen = total > 0
+        seen = total != 0  # also where it is NaN
         acc = acc / tl.where(seen, total, 1.0)[:, None]
         natural = (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453  # ln 2
         out_row = tl.cast(b, tl.int64) * out_b + h.to(tl.int64) * out_h + query.to(tl.int64) * out_l
