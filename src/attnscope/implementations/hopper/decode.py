@@ -37,7 +37,7 @@ REFUSED = frozenset({"mask", "bias", "packed", "dropout"})
 ALIGNMENT = 16  # bytes that are copied at a time
 VECTOR = 8  # elements of 16 bits in them
 COMBINE_ELEMENTS = 8192  # of parts that a program has in its registers at a time
-COMBINE_ROWS = 8  # and rows
+COMBINE_ROWS = 4  # and rows
 REGISTERS = 65536  # of a multiprocessor; threads get them by eights, 255 at most
 LOG2_E = 1.4426950408889634
 
@@ -292,8 +292,9 @@ class DecodeKernel:
         pointers += [
             "int32" if w.lengths is not None else "", "float32" if w.alibi else "", "float32" if w.sinks else ""
         ]  # fmt: skip
-        registers = min(255, REGISTERS // (tile.resident * 32 * tile.warps) // 8 * 8)
-        options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": registers}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if self.joined:  # ptxas would take more than lets ``resident`` programs run, or fewer and spill
+            options["maxnreg"] = min(255, REGISTERS // (tile.resident * 32 * tile.warps) // 8 * 8)
         return self._bound("hopper_attention_decode", self.grid, pointers, numbers, constants, options)
 
     def _at_once(self, rows: int) -> dict[str, int]:
