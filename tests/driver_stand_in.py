@@ -68,6 +68,7 @@ class Driver:
     without_context: set[int] = field(default_factory=set)  # threads that have not used CUDA yet
     contexts_given: int = 0
     refuses: int = OK
+    capture: int | None = None  # the number of the one that takes in all streams now
 
     def cuTensorMapEncodeTiled(
         self, place: Any, kind: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, steps: Any,
@@ -103,6 +104,11 @@ class Driver:
         self.launched.append(launch)
         if run is not None:
             run(launch)
+        return OK
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *others: None) -> int:
+        assert stream.value and others == (None, None, None)
+        status._obj.value, number._obj.value = int(self.capture is not None), self.capture or 0
         return OK
 
     def cuDeviceGet(self, place: Any, index: int) -> int:
@@ -141,6 +147,7 @@ def stand_in(monkeypatch: Any) -> Driver:
     monkeypatch.setattr(driver, "library", lambda: made)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: made.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: made.stream + index, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: made.capture is not None, raising=False)
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", made.empty_strided)
     monkeypatch.setattr(torch.cuda, "device", made.on_device)
     return made

@@ -115,6 +115,28 @@ def test_kept_launches_are_bounded_and_the_oldest_goes(cuda: Driver) -> None:
     assert [number for number in range(5) if launches.replay(number)] == [3, 4]
 
 
+@pytest.mark.parametrize("with_workspace", [False, True])
+def test_what_passes_a_workspace_is_neither_kept_by_a_capture_nor_queued_again_in_one(
+    cuda: Driver, with_workspace: bool
+) -> None:
+    launches = driver.Launches(0, with_workspace=with_workspace)
+    launches.start("eager", (FUNCTION, arguments(1)))
+    cuda.capture = 3
+    launches.start("captured", (FUNCTION, arguments(2)))
+    assert [launches.replay(key) for key in ("eager", "captured")] == [not with_workspace] * 2
+    cuda.capture = None
+    assert [launches.replay(key) for key in ("eager", "captured")] == [True, not with_workspace]
+
+
+def test_the_capture_of_a_stream_has_a_number(cuda: Driver) -> None:
+    launches = driver.Launches(0)
+    assert launches.stream_and_capture() == (7, None)
+    cuda.capture = 3
+    assert launches.stream_and_capture() == (7, 3)
+    cuda.stream = driver.LEGACY_STREAM  # of which the driver is not asked: no capture takes it
+    assert launches.stream_and_capture() == (0, None)
+
+
 def test_the_device_of_the_launch_becomes_the_current_one(cuda: Driver) -> None:
     launches = driver.Launches(1)
     seen: list[int] = []
@@ -197,8 +219,7 @@ def test_a_call_makes_its_outputs_and_nothing_else(make: Any, cuda: Driver, work
     cuda.made = 0
     with Made() as others:
         output = prepared.forward(inputs)
-    parts = getattr(prepared, "splits", 1) > 1  # what the splits of decoding hand to their sum
-    assert (cuda.made, others.names) == (2 + parts, [])
+    assert (cuda.made, others.names) == (2, [])
     like = inputs.grad_out
     assert (output.out.shape, output.out.stride(), output.out.dtype) == (like.shape, like.stride(), like.dtype)
     assert output.lse.dtype == torch.float32 and output.lse.is_contiguous()

@@ -6,6 +6,7 @@ What they compute is tested in test_hopper_decode_interpreted.py (``make triton`
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from hypothesis import strategies as st
 
 import driver_stand_in
 from attnscope.device import Device
-from attnscope.implementations.hopper import decode
+from attnscope.implementations.hopper import decode, decode_kernels
 from attnscope.implementations.hopper.decode import SPLITS, TILES, Tile, choose, fits, predicted_us, tiles_for
 from attnscope.implementations.triton_fused import interpreting
 from attnscope.suites import SUITES
 from attnscope.trace import explain_name
 from attnscope.workload import Workload
 from test_triton_fused import Driver, spilled_bytes
+from triton_interpreter import mutated
 
 H200 = Device("cuda", "NVIDIA H200", capability=(9, 0), multiprocessors=132)
 L4 = Device("cuda", "NVIDIA L4", capability=(8, 9), multiprocessors=58)
@@ -183,11 +185,21 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def test_what_is_shipped_compiles_spills_nothing_and_fits(
     rows: int, dim: int, tile: Tile, compiled: Any, tmp_path: Path
 ) -> None:
-    for options in ("", ",causal=bottom_right,window=100,softcap=20,alibi,lengths=4096/7"):
-        first, *combine = compiled(f"B2,H{rows}/1,L1,S4096,D{dim},bf16{options}", tile=tile, splits=4)
-        assert first.name == "hopper_attention_decode" and [k.name for k in combine] == [f"{first.name}_combine"]
-        assert [spilled_bytes(kernel, tmp_path) for kernel in (first, *combine)] == [0, 0]
-        assert tile.resident * (first.metadata.shared + 1024) <= SHARED_BYTES
+    """As many rows as the tile holds, and one and four where no smaller tile takes them."""
+    for options in ("", ",causal=bottom_right,window=100,softcap=20,alibi,sinks,lengths=4096/7"):
+        for few in (rows, 1, 4) if rows == 16 else (rows,):
+            (kernel,) = compiled(f"B2,H{few}/1,L1,S4096,D{dim},bf16{options}", tile=tile, splits=64, joined=True)
+            assert kernel.name == "hopper_attention_decode" and spilled_bytes(kernel, tmp_path) == 0
+            assert tile.resident * (kernel.metadata.shared + 1024) <= SHARED_BYTES
+            assert kernel.metadata.maxnreg * tile.resident * 32 * tile.warps <= decode.REGISTERS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [64, 256])
+def test_two_kernels_compile_and_spill_nothing(dim: int, compiled: Any, tmp_path: Path) -> None:
+    kernels = compiled(f"B2,H64/1,L1,S4096,D{dim},bf16,sinks", splits=64, joined=False)
+    assert [kernel.name.removeprefix("hopper_attention_decode") for kernel in kernels] == ["", "_combine"]
+    assert [spilled_bytes(kernel, tmp_path) for kernel in kernels] == [0, 0]
 
 
 @pytest.mark.long
@@ -209,7 +221,7 @@ def test_without_splits_one_kernel_is_compiled(compiled: Any) -> None:
 
 @pytest.mark.long
 def test_no_caller_s_alignment_is_assumed(compiled: Any) -> None:
-    first, combine = compiled("B2,H8/2,L1,S4096,D128,bf16,sinks,alibi,lengths=4096/7", splits=4)
+    first, combine = compiled("B2,H8/2,L1,S4096,D128,bf16,sinks,alibi,lengths=4096/7", splits=4, joined=False)
     aligned = {name for name in ("q", "k", "v", "lengths", "slopes", "sinks") if _is_aligned(first, name)}
     assert aligned == {"q", "k", "v"} and not _is_aligned(combine, "sinks")
 
@@ -217,3 +229,47 @@ def test_no_caller_s_alignment_is_assumed(compiled: Any) -> None:
 def _is_aligned(kernel: Any, argument: str) -> bool:
     """Whether the kernel was compiled for an argument that begins at a multiple of 16 bytes."""
     return bool(kernel.src.attrs.get((kernel.src.fn.arg_names.index(argument),)))
+
+
+def order_faults(kernel: Any) -> list[str]:
+    """What may let the last program read a part before another program has written it, in a joined kernel.
+
+    In PTX there may be a barrier by luck, for the sake of shared memory: that one is meant, Triton's own code says.
+    """
+    ptx, meant = kernel.asm["ptx"], kernel.asm["ttgir"].partition("tt.atomic_rmw")[0].rpartition("tt.store")[2]
+    found = list(re.finditer(r"\batom\.\S*", ptx))
+    if len(found) != 1:
+        return [f"{len(found)} atomic instructions"]
+    before, after = ptx[: found[0].start()].rpartition("st.global")[2], ptx[found[0].end() :]
+    faults = [] if found[0].group().startswith("atom.global.gpu.acq_rel.add") else [f"it is {found[0].group()}"]
+    if "bar.sync" not in before or not re.search(r"^\s*(gpu\.barrier|ttg\.barrier all)", meant, re.MULTILINE):
+        faults.append("no barrier between the parts and the count")
+    if "bar.sync" not in after.partition("ld.global")[0]:
+        faults.append("no barrier between the count and the parts")
+    loads = set(re.findall(r"\bld\.global\S*", after))
+    return faults + [f"{load} may find a line of the first-level cache" for load in loads if ".cg" not in load]
+
+
+JOINED = "B2,H8/2,L1,S4096,D128,bf16"
+# What is replaced, by what, and what must be said then.
+REORDERED = {
+    "nothing": ("", "", []),
+    "no barrier": ("tl.debug_barrier()", "pass", ["no barrier between the parts and the count"]),
+    "a relaxed count": ('sem="acq_rel"', 'sem="relaxed"', ["it is atom.global.gpu.relaxed.add.u32"]),
+    "a block's scope": ('scope="gpu"', 'scope="cta"', ["it is atom.global.cta.acq_rel.add.u32"]),
+    "plain loads": (', cache_modifier=".cg"', "", ["ld.global.b32 may find", "ld.global.v4.b32 may find"]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", REORDERED)
+def test_the_last_program_reads_what_the_others_wrote(
+    change: str, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the order of the instructions: no interpreter runs threads side by side."""
+    old, new, wanted = REORDERED[change]
+    module = mutated(decode_kernels, old, new, tmp_path) if old else decode_kernels
+    monkeypatch.setattr(decode, "load_kernels", module.load)
+    (kernel,) = compiled(JOINED, splits=4)
+    faults = sorted(order_faults(kernel))
+    assert len(faults) == len(wanted) and all(f.startswith(w) for f, w in zip(faults, wanted, strict=True)), faults

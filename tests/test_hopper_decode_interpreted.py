@@ -5,6 +5,7 @@ Needs TRITON_INTERPRET=1 in the environment before triton is imported (``make tr
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from attnscope.device import Device
 from attnscope.guards import poisoned_memory
 from attnscope.implementations.hopper import decode, decode_kernels
 from attnscope.implementations.hopper.decode import DecodeKernel
+from attnscope.implementations.hopper.workspace import Workspaces
 from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.random_workloads import Space, draw_workload
@@ -32,7 +34,9 @@ WORKLOADS, CHUNK = 160, 40
 
 
 def failures(kernel: DecodeKernel, inputs: Inputs) -> list[TensorCheck]:
-    """What the project's judge says against out and lse of one forward."""
+    """What the project's judge says against out and lse of one forward, whose parts are NaN until they are written."""
+    for workspace in kernel.workspaces._eager.values():
+        workspace.parts.fill_(torch.nan)
     with poisoned_memory(inputs):
         output = kernel.forward(inputs)
     tensors = {"out": output.out, "lse": output.lse}
@@ -41,6 +45,11 @@ def failures(kernel: DecodeKernel, inputs: Inputs) -> list[TensorCheck]:
         name: expected.truth[name].shape for name in tensors
     }
     return [check for check in judge(tensors, expected, inputs.kind) if not check.passed]
+
+
+def counters(kernel: DecodeKernel) -> bool:
+    """Whether a counter is not 0 after the calls so far."""
+    return any(workspace.arrived.any() for workspace in kernel.workspaces._eager.values())
 
 
 # Few rows against keys on both sides of tiles' and splits' edges, every option that the kernel takes.
@@ -69,7 +78,9 @@ def test_random_workloads(first: int, cpu: Device) -> None:
     for seed in range(first, first + CHUNK):
         workload, splits = random_workload(seed), (1, 2, 3, 5)[seed % 4]
         inputs = make_inputs(workload, cpu, seed, INPUT_KINDS[seed // 4 % len(INPUT_KINDS)])
-        found = failures(DecodeKernel(workload, cpu, splits=splits), inputs)
+        kernel = DecodeKernel(workload, cpu, splits=splits, joined=seed % 8 < 6)
+        found = failures(kernel, inputs)
+        assert not counters(kernel)
         assert not found, f"{workload} (seed {seed}, {splits} splits): " + "; ".join(c.message for c in found)
 
 
@@ -113,9 +124,59 @@ def test_what_lies_beyond_the_real_keys_does_not_matter(cpu: Device) -> None:
     assert (found.out[1] == 0).all() and (found.lse[1] == -torch.inf).all()
 
 
+# --- programs that end in any order ---------------------------------------------------------------------------------
+
+
+def run_in_order(monkeypatch: pytest.MonkeyPatch, programs: list[tuple[int, int, int]]) -> None:
+    """The next launch's programs run in this order, one after the other."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    plain, turn = type(interpreter_builder).set_grid_idx.__get__(interpreter_builder), iter(programs)
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda *_: plain(*next(turn)))
+
+
+@pytest.mark.parametrize("text", ["B1,H1,L1,S70,D16,fp16", "B1,H4/2,L3,S70,D16,fp16,sinks,causal=bottom_right"])
+def test_whichever_program_is_last_the_bits_are_the_same(
+    text: str, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = Workload.parse(text)
+    kernel, inputs = DecodeKernel(workload, cpu, splits=4), make_inputs(workload, cpu)
+    programs = list(itertools.product(*map(range, kernel.grid)))
+    orders = list(itertools.permutations(programs)) if workload.H == 1 else [
+        random.Random(seed).sample(programs, len(programs)) for seed in range(12)
+    ]  # fmt: skip
+    first = kernel.forward(inputs)
+    assert kernel.joined and len(orders) in (12, 24)
+    for order in orders:
+        run_in_order(monkeypatch, list(order))
+        assert not failures(kernel, inputs) and not counters(kernel)
+        run_in_order(monkeypatch, list(order))
+        output = kernel.forward(inputs)
+        assert torch.equal(output.out, first.out) and torch.equal(output.lse, first.lse), order
+
+
+def test_one_kernel_and_two_agree(cpu: Device) -> None:
+    """Also where more rows and more parts are added up than at a time."""
+    workload = Workload.parse("B1,H30/2,L2,S170,D256,fp16,sinks,causal=bottom_right")
+    inputs = make_inputs(workload, cpu)
+    one, two = (DecodeKernel(workload, cpu, splits=11, joined=joined) for joined in (True, False))
+    assert not failures(one, inputs) and not failures(two, inputs)
+    at_once = one._at_once(decode.COMBINE_ROWS)
+    assert at_once["ROWS_AT_ONCE"] < workload.L * workload.group and at_once["PARTS_AT_ONCE"] < one.splits
+
+
+def test_workloads_share_a_workspace(cpu: Device) -> None:
+    """Calls of different shapes in turn, the larger of which makes it grow."""
+    texts = ("B1,H2,L1,S40,D16,fp16", "B3,H8/4,L2,S70,D24,fp16", "B1,H4/1,L1,S90,D40,fp16,sinks")
+    kernels = [DecodeKernel(Workload.parse(text), cpu, splits=2 + number) for number, text in enumerate(texts)]
+    for kernel in (*kernels, *reversed(kernels), *kernels):
+        assert not failures(kernel, make_inputs(kernel.workload, cpu)) and not counters(kernel)
+
+
 # --- the kernels, each wrong in one place -----------------------------------------------------------------------------
 
 PLAIN, CAUSAL = "B1,H2/1,L1,S70,D16,fp16", "B1,H2/1,L5,S70,D16,fp16,causal=bottom_right"
+SPREAD, MANY = "B2,H4/2,L1,S70,D16,fp16", "B1,H20/1,L1,S70,D16,fp16"
 WINDOW, FULL = f"{CAUSAL},window=9", "B2,H4/2,L3,S70,D16,fp16,alibi,sinks,softcap=2,lengths=70/33"
 # What is replaced, by what, and a workload on which the judge must see it.
 MUTANTS = {
@@ -131,10 +192,17 @@ MUTANTS = {
     "the sum is not rescaled": ("total * rescale + tl.sum(weights, 1)", "total + tl.sum(weights, 1)", CAUSAL),
     "out is not rescaled": ("v_tile, acc * rescale[:, None]", "v_tile, acc", CAUSAL),
     "a part is not normalised": ("acc = acc / tl.where(seen, total, 1.0)[:, None]\n        sum2", "sum2", PLAIN),
-    "parts are not weighted": ("part * weights[:, None]", "part", PLAIN),
-    "a part is forgotten": ("mask=some < splits,", "mask=some < splits - 1,", CAUSAL),
-    "lse is of base 2": (", 1.0))) * 0.6931471805599453, -float", ", 1.0))) * 1.0, -float", PLAIN),
-    "a sink is forgotten": ("total = tl.exp2(sink - shift)", "total = tl.exp2(sink - shift) * 0", FULL),
+    "parts are not weighted": ("part * weights[:, :, None]", "part", PLAIN),
+    "a part is forgotten": ("(split < splits)[None, :]", "(split < splits - 1)[None, :]", CAUSAL),
+    "lse is of base 2": ("* 0.6931471805599453  # ln 2; -inf", "* 1.0  # ln 2; -inf", PLAIN),
+    "a sink is forgotten": ("total = (top > -float(\"inf\")).to(tl.float32)", "total = total * 0", FULL),
+    "the last program but one adds up": ("== splits - 1:", "== splits - 2:", PLAIN),
+    "none adds up": ("== splits - 1:", "== splits:", PLAIN),
+    "a counter is not reset": ("tl.store(arrived + head, 0)", "pass", PLAIN),
+    "another counter is reset": ("tl.store(arrived + head, 0)", "tl.store(arrived, 0)", SPREAD),
+    "heads share a counter": ("tl.atomic_add(arrived + head,", "tl.atomic_add(arrived,", SPREAD),
+    "heads share parts": ("(head * splits + split) * rows", "(head * 0 + split) * rows", SPREAD),
+    "rows beyond those at once are lost": ("range(0, rows, ROWS_AT_ONCE)", "range(0, 1)", MANY),
     "ALiBi is upside down": ("scores -= slope", "scores += slope", FULL),
     "ALiBi takes another head": ("tl.load(slopes + h,", "tl.load(slopes + h * 0,", FULL),
     "softcap is no cap": ("_tanh(scores / softcap)", "(scores / softcap)", FULL),
@@ -155,11 +223,14 @@ def mutant(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 def test_a_wrong_kernel_is_found_out(mutant: tuple[str, Any], cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     name, module = mutant
     monkeypatch.setattr(decode, "load_kernels", module.load)
+    monkeypatch.setattr(decode, "of_device", Workspaces)  # what it leaves there is no other test's
     workload = Workload.parse(MUTANTS[name][2])
-    assert failures(DecodeKernel(workload, cpu, splits=2), make_inputs(workload, cpu, 0, "needles"))
+    kernel, inputs = DecodeKernel(workload, cpu, splits=3, joined=True), make_inputs(workload, cpu, 0, "needles")
+    assert failures(kernel, inputs) or failures(kernel, inputs)
 
 
 def test_the_mutants_workloads_pass_unharmed(cpu: Device) -> None:
     for text in dict.fromkeys(text for *_, text in MUTANTS.values()):
         workload = Workload.parse(text)
-        assert not failures(DecodeKernel(workload, cpu, splits=2), make_inputs(workload, cpu, 0, "needles")), text
+        kernel, inputs = DecodeKernel(workload, cpu, splits=3, joined=True), make_inputs(workload, cpu, 0, "needles")
+        assert not failures(kernel, inputs) and not failures(kernel, inputs), text

@@ -2,7 +2,8 @@
 
 Reads machine code, tensors and ctypes values, writes launches on torch's current stream. What a launch passes depends
 on addresses, strides and the stream, and is kept by them: a call that was seen before asks for nothing but the launch.
-Nothing is allocated, nothing waits, a CUDA graph may be capturing, and threads may share all of it. The driver's
+Nothing is allocated, nothing waits, a CUDA graph may be capturing, and threads may share all of it. Where launches
+pass memory that is the stream's or the graph's, a capture keeps none and gets none that were kept. The driver's
 library is called through ctypes: its Python bindings cost the host several times as much a call. Imports torch only
 inside functions. Must not import an implementation or a later stage.
 """
@@ -27,6 +28,8 @@ MAX_STRIDE_BYTES = 2**40
 DATA_TYPES = {"bf16": 9, "fp16": 6, "u8": 0, "fp32": 7}
 NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 3, 2, 0
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+LEGACY_STREAM = 0  # the default stream, which no capture takes
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -62,6 +65,16 @@ def _take_context(subject: str, device_index: int) -> None:
     _ask(subject, "cuDeviceGet", ctypes.byref(device), device_index)
     _ask(subject, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _ask(subject, "cuCtxSetCurrent", context)
+
+
+def capture_of(stream: int, device_index: int) -> int | None:
+    """The number of the capture that a stream of the device belongs to, None outside of one. Raises PrepareFailed."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    _ask(
+        "a stream", "cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number),
+        None, None, None, device_index=device_index,
+    )  # fmt: skip
+    return number.value if status.value == CAPTURING else None
 
 
 # --- tensors for the copy engine (TMA) --------------------------------------------------------------------------------
@@ -223,22 +236,40 @@ def launch_key(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, others
 class Launches:
     """What calls of one prepared workload queue on its device, kept by key and stream."""
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, device_index: int, *, with_workspace: bool = False) -> None:
+        """``with_workspace``: launches pass memory of their stream, or of the graph that captures them."""
         import torch
 
         self._index, self._lock = device_index, threading.Lock()
         self._kept: dict[Hashable, tuple[Launch, ...]] = {}
+        self._with_workspace = with_workspace
         # Private, but what Triton's own launches have called for years; the public ones build objects.
         self._device, self._stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+        self._capturing = torch._C._cuda_isCurrentStreamCapturing
 
     def __len__(self) -> int:
         """How many are kept."""
         return len(self._kept)
 
+    def stream_and_capture(self) -> tuple[int, int | None]:
+        """torch's current stream on the device, and the number of the capture that it belongs to, if any.
+
+        Raises:
+            PrepareFailed: the driver does not say.
+        """
+        stream = self._stream(self._index)
+        return stream, None if stream == LEGACY_STREAM else capture_of(stream, self._index)
+
     def replay(self, key: Hashable) -> bool:
-        """Queue again what was queued for ``key`` on this stream; False where nothing was, or is no longer kept."""
+        """Queue again what was queued for ``key`` on this stream; False where nothing was, or is no longer kept, or
+        the workspace is another one since a graph is capturing."""
+        if self._device() != self._index:
+            import torch
+
+            with torch.cuda.device(self._index):
+                return self.replay(key)
         launches = self._kept.get((self._stream(self._index), key))
-        if launches is None:
+        if launches is None or (self._with_workspace and self._capturing()):
             return False
         self._queue(launches)
         return True
@@ -249,21 +280,25 @@ class Launches:
         Raises:
             PrepareFailed: the driver refuses a launch.
         """
-        stream = self._stream(self._index)
-        launches = tuple(Launch(function, values, stream) for function, values in calls)
-        with self._lock:
-            if len(self._kept) >= KEPT and (stream, key) not in self._kept:
-                del self._kept[next(iter(self._kept))]
-            self._kept[stream, key] = launches
-        self._queue(launches)
-
-    def _queue(self, launches: tuple[Launch, ...]) -> None:
         if self._device() != self._index:
             import torch
 
             with torch.cuda.device(self._index):
-                self._queue(launches)
+                self.start(key, *calls)
             return
+        stream = self._stream(self._index)
+        launches = tuple(Launch(function, values, stream) for function, values in calls)
+        if not (self._with_workspace and self._capturing()):
+            self._keep((stream, key), launches)
+        self._queue(launches)
+
+    def _keep(self, place: Hashable, launches: tuple[Launch, ...]) -> None:
+        with self._lock:
+            if len(self._kept) >= KEPT and place not in self._kept:
+                del self._kept[next(iter(self._kept))]
+            self._kept[place] = launches
+
+    def _queue(self, launches: tuple[Launch, ...]) -> None:
         for launch in launches:
             status = launch.start()
             if status:

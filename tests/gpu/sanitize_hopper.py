@@ -1,8 +1,8 @@
 """Runs our Hopper kernels once at small sizes: ``compute-sanitizer --tool racecheck python THIS``.
 
 Sizes are small and cover the paths: several tiles a block, a last tile that is cut, masks, the table of tiles, keys
-split over programs. Outputs are not read: what TMA stored, initcheck does not know as written. What is compiled is
-compiled for test_hopper_gpu.py, too.
+split over programs, whose parts the last of them or a second kernel adds up. Outputs are not read: what TMA stored,
+initcheck does not know as written. What is compiled is compiled for test_hopper_gpu.py, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ PREFILL = {
     ],
     "hopper_cuda": ["B2,H4/2,L200,S333,D128,bf16,causal=bottom_right,layout=blhd", "B1,H2,L200,D64,bf16"],
 }
-DECODING = [("B2,H8/2,L1,S700,D128,bf16", 3), ("B2,H4,L3,S130,D64,bf16,causal=bottom_right", 1)]
+DECODING = [  # splits, and whether the last program of a head adds up
+    ("B2,H8/2,L1,S700,D128,bf16", 3, True),
+    ("B2,H8/2,L1,S700,D128,bf16", 3, False),
+    ("B1,H36/2,L1,S300,D256,bf16,sinks", 4, True),
+    ("B2,H4,L3,S130,D64,bf16,causal=bottom_right", 1, None),
+]
 
 
 def main() -> None:
@@ -37,11 +42,13 @@ def main() -> None:
             prepared.forward(make_inputs(workload, device))
             torch.cuda.synchronize()
             print(name, text, "ran", flush=True)
-    for text, splits in DECODING if not wanted or "decode" in wanted else ():
+    for text, splits, joined in DECODING if not wanted or "decode" in wanted else ():
         workload = Workload.parse(text)
-        kernel = DecodeKernel(workload, device, splits=splits)
+        kernel = DecodeKernel(workload, device, splits=splits, joined=joined)
         kernel.compile()
-        kernel.forward(make_inputs(workload, device))
+        inputs = make_inputs(workload, device)
+        for _ in range(2):  # the second finds the counters as the first left them
+            kernel.forward(inputs)
         torch.cuda.synchronize()
         print("decode", text, "ran", flush=True)
 

@@ -7,6 +7,7 @@ each new combination of options, once: Triton keeps kernels on disk.
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ import torch
 from attnscope.budgets import expect
 from attnscope.device import Device
 from attnscope.guards import poisoned_memory
-from attnscope.implementation import find
+from attnscope.implementation import Output, find
+from attnscope.implementations.hopper import decode
 from attnscope.implementations.hopper.decode import DecodeKernel, fits, taken_features
+from attnscope.implementations.hopper.workspace import Workspaces
 from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.random_workloads import Space, draw_workload
@@ -35,7 +38,9 @@ def hopper_card(gpu: Device) -> None:
 
 
 def failures(kernel: DecodeKernel, inputs: Inputs) -> list[TensorCheck]:
-    """What the project's judge says against out and lse of one forward."""
+    """What the project's judge says against out and lse of one forward, whose parts are NaN until they are written."""
+    for workspace in kernel.workspaces._eager.values():
+        workspace.parts.fill_(float("nan"))
     with poisoned_memory(inputs):
         output = kernel.forward(inputs)
     expected = expect(inputs, "fp32")
@@ -70,11 +75,18 @@ def test_random_workloads(first: int, gpu: Device) -> None:
     found = []
     for seed in range(first, first + CHUNK):
         workload, splits = random_workload(seed, gpu), (None, 1, 2, 7)[seed % 4]
-        kernel = DecodeKernel(workload, gpu, splits=splits)
+        kernel = DecodeKernel(workload, gpu, splits=splits, joined=None if seed % 3 else seed % 2 == 0)
         kernel.compile()
         inputs = make_inputs(workload, gpu, seed, INPUT_KINDS[seed % len(INPUT_KINDS)])
         found += [f"{workload} (seed {seed}, {splits} splits): {c.message}" for c in failures(kernel, inputs)]
+        found += [f"{workload} (seed {seed}): a counter is not 0"] * counters(kernel)
     assert not found, "\n".join(found)
+
+
+def counters(kernel: DecodeKernel) -> bool:
+    """Whether a counter is not 0 once all calls are done."""
+    torch.cuda.synchronize()
+    return any(workspace.arrived.any().item() for workspace in kernel.workspaces._eager.values())
 
 
 @pytest.mark.parametrize("text", ["B8,H32/8,L1,S8192,D128,bf16", "B1,H32/8,L1,S32768,D128,bf16",
@@ -136,6 +148,126 @@ def test_two_streams_and_two_graphs_at_once(gpu: Device) -> None:
     torch.cuda.synchronize()
     for n, out, lse in found:
         assert torch.equal(out, expected[n].out) and torch.equal(lse, expected[n].lse)
+
+
+SHAPES = (
+    "B2,H32/8,L1,S5000,D128,bf16",
+    "B1,H8/2,L1,S9000,D64,fp16,sinks",
+    "B3,H16/2,L2,S2000,D256,bf16,causal=bottom_right",
+)
+
+
+def split_kernels(gpu: Device) -> list[tuple[DecodeKernel, Inputs]]:
+    """Kernels whose last program adds up, of several shapes, each with inputs."""
+    made = []
+    for number, text in enumerate(SHAPES):
+        workload = Workload.parse(text)
+        kernel = DecodeKernel(workload, gpu, splits=(8, 16, 3)[number], joined=True)
+        kernel.compile()
+        made.append((kernel, make_inputs(workload, gpu, number)))
+    return made
+
+
+def differences(output: Output, expected: Output) -> torch.Tensor:
+    """How many elements of out and lse are not the same; stays on the card."""
+    return (output.out != expected.out).sum() + (output.lse != expected.lse).sum()
+
+
+def test_thousands_of_calls_in_a_row_give_the_same_bits(gpu: Device) -> None:
+    """Nothing waits in between; now and then another stream takes multiprocessors, so programs end in other orders."""
+    kernels, other = split_kernels(gpu), torch.cuda.Stream()
+    expected = [kernel.forward(inputs) for kernel, inputs in kernels]
+    wrong, load = torch.zeros((), dtype=torch.int64, device="cuda"), torch.randn(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    for turn in range(2000):
+        if turn % 50 < 10:
+            with torch.cuda.stream(other):
+                load @ load
+        for (kernel, inputs), first in zip(kernels, expected, strict=True):
+            wrong += differences(kernel.forward(inputs), first)
+    assert wrong.item() == 0 and not any(counters(kernel) for kernel, _ in kernels)
+
+
+def test_one_kernel_and_two_agree(gpu: Device) -> None:
+    for text in (*SHAPES, "B1,H64/1,L1,S9000,D128,bf16"):
+        workload = Workload.parse(text)
+        inputs = make_inputs(workload, gpu)
+        for joined in (True, False):
+            assert not failures(DecodeKernel(workload, gpu, splits=7, joined=joined), inputs), (text, joined)
+
+
+def test_two_threads_on_two_streams_with_shapes_of_their_own(gpu: Device) -> None:
+    kernels = split_kernels(gpu)
+    expected = [kernel.forward(inputs) for kernel, inputs in kernels]
+    torch.cuda.synchronize()
+    start, failed = threading.Barrier(4), []
+
+    def work(number: int, stream: torch.cuda.Stream) -> None:
+        try:
+            with torch.cuda.stream(stream):
+                wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+                start.wait()
+                for turn in range(300):
+                    kernel, inputs = kernels[(number + turn) % len(kernels)]
+                    wrong += differences(kernel.forward(inputs), expected[(number + turn) % len(kernels)])
+                assert wrong.item() == 0
+        except BaseException as error:
+            failed.append(error)
+
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    threads = [threading.Thread(target=work, args=(n, streams[n % 2])) for n in range(4)]  # two threads a stream
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    assert not any(counters(kernel) for kernel, _ in kernels)
+
+
+def test_graphs_are_replayed_beside_eager_calls_on_the_stream_that_captured_them(gpu: Device) -> None:
+    kernels, side, elsewhere = split_kernels(gpu), torch.cuda.Stream(), torch.cuda.Stream()
+    expected = [kernel.forward(inputs) for kernel, inputs in kernels]
+    torch.cuda.synchronize()
+    graphs, captured = [], []
+    with torch.cuda.stream(side):
+        kernels[0][0].forward(kernels[0][1])
+        torch.cuda.synchronize()
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                captured.append([kernel.forward(inputs) for kernel, inputs in kernels])
+            graphs.append(graph)
+    torch.cuda.synchronize()
+    wrong = torch.zeros(3, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for number, stream in enumerate((elsewhere, torch.cuda.default_stream())):
+            with torch.cuda.stream(stream):
+                graphs[number].replay()
+                for output, first in zip(captured[number], expected, strict=True):
+                    wrong[number] += differences(output, first)
+                    output.out.fill_(float("nan"))
+        with torch.cuda.stream(side):
+            for (kernel, inputs), first in zip(kernels, expected, strict=True):
+                wrong[2] += differences(kernel.forward(inputs), first)
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0, 0] and not any(counters(kernel) for kernel, _ in kernels)
+
+
+def test_a_workspace_grows_while_calls_are_queued(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is seen again passes the smaller one, beside calls that pass the larger."""
+    fresh = Workspaces(gpu.torch_name)
+    monkeypatch.setattr(decode, "of_device", lambda place: fresh)
+    workloads = [Workload.parse(text) for text in ("B1,H4/2,L1,S900,D64,bf16", "B9,H64/8,L1,S900,D128,bf16")]
+    pairs = [(DecodeKernel(w, gpu, splits=4, joined=True), make_inputs(w, gpu)) for w in workloads]
+    first = [kernel.forward(inputs) for kernel, inputs in pairs]
+    assert len(fresh._outgrown) == 1
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(200):
+        (kernel, inputs), expected = pairs[turn % 2], first[turn % 2]
+        wrong += differences(kernel.forward(inputs), expected)
+    assert wrong.item() == 0 and len(pairs[0][0].launches) < 100
+    assert not any(failures(kernel, inputs) for kernel, inputs in pairs) and not counters(pairs[0][0])
 
 
 def test_as_many_batch_entries_as_a_grid_takes(gpu: Device) -> None:

@@ -4,9 +4,10 @@ Reads Inputs, writes Output. Must not import another implementation or a later s
 ``decode_kernels.py``, the ideas in docs/concepts/hopper_decode.md.
 
 All that a workload, a card and the tensors' strides fix is kept as a plan: compiled kernels, grid, arguments. A call
-takes its plan, allocates out, lse and, where keys are split, the parts from torch's caching allocator, and launches. No
-memory outlives a call, so calls on any streams and replays of any graphs may overlap. On a CPU the kernels run in
-Triton's interpreter, for tests alone.
+takes its plan, allocates out and lse from torch's caching allocator, and launches. Where keys are split, parts and
+counters lie in the stream's workspace, or in the capturing graph's (``workspace.py``), and the last program of a head
+adds the parts up; many rows are added up by a second kernel, from memory of the call's own. So calls on any streams and
+replays of any graphs may overlap. On a CPU the kernels run in Triton's interpreter, for tests alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from attnscope.errors import UsageError
 from attnscope.implementation import FEATURES, Gradients, Output
 from attnscope.implementations.common import empty_like_inputs, nothing_seen, output_forms
 from attnscope.implementations.hopper.gluon_shim import Machine, scratch_values
+from attnscope.implementations.hopper.workspace import of_device
 from attnscope.inputs import Inputs, Tensor, torch_dtype
 from attnscope.workload import Workload
 
@@ -34,7 +36,9 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # 5, 20 
 REFUSED = frozenset({"mask", "bias", "packed", "dropout"})
 ALIGNMENT = 16  # bytes that are copied at a time
 VECTOR = 8  # elements of 16 bits in them
-COMBINE_ELEMENTS = 8192  # of parts that the second kernel has in its registers at a time
+COMBINE_ELEMENTS = 8192  # of parts that a program has in its registers at a time
+COMBINE_ROWS = 4  # and rows
+REGISTERS = 65536  # of a multiprocessor; threads get them by eights, 255 at most
 LOG2_E = 1.4426950408889634
 
 
@@ -119,6 +123,8 @@ LAST = 1.5  # and in a last round, whose programs begin where the first ones end
 DRIFT = 4  # rounds after which programs no longer end together, so that there is no last round
 START_US = 3.0  # from launch to first and from last byte to end
 COMBINE_US, COMBINE_ROW_US, COMBINE_PART_US = 3.0, 0.001, 0.004  # second kernel: itself, each row, each program's part
+# Not fitted yet: a store, a count and a load one after the other, then what one program draws from the L2 cache.
+JOIN_US, JOIN_BYTES_PER_US = 1.8, 5e4
 
 
 def predicted_us(workload: Workload, tile: Tile, splits: int, multiprocessors: int) -> float:
@@ -130,8 +136,20 @@ def predicted_us(workload: Workload, tile: Tile, splits: int, multiprocessors: i
     rounds, rest = divmod(programs, slots)
     if rest and rounds < DRIFT:
         rest = max(rest, round(multiprocessors * (LAST if rounds else ALONE)))
-    second = COMBINE_US + COMBINE_ROW_US * w.B * w.H * w.L + COMBINE_PART_US * programs
-    return (rounds * slots + rest) * each * tile_us + START_US + (second if splits > 1 else 0.0)
+    added = min(joined_us(w, splits), combined_us(w, splits)) if splits > 1 else 0.0
+    return (rounds * slots + rest) * each * tile_us + START_US + added
+
+
+def combined_us(workload: Workload, splits: int) -> float:
+    """What a second kernel takes to add up the parts."""
+    w = workload
+    return COMBINE_US + COMBINE_ROW_US * w.B * w.H * w.L + COMBINE_PART_US * w.B * w.H_kv * splits
+
+
+def joined_us(workload: Workload, splits: int) -> float:
+    """What the last program of a head takes to add up its parts."""
+    w = workload
+    return JOIN_US + 4 * splits * w.L * w.group * (w.D_v + 1) / JOIN_BYTES_PER_US
 
 
 def choose(workload: Workload, device: Device, tiles: tuple[Tile, ...]) -> tuple[Tile, int]:
@@ -170,9 +188,13 @@ class DecodeKernel:
     """Attention of few rows for one workload on one device. Thread-safe; on any stream, in any graph."""
 
     def __init__(
-        self, workload: Workload, device: Device, *, tile: Tile | None = None, splits: int | None = None
-    ) -> None:
-        """``tile`` and ``splits`` are chosen where not given. Raises what importing triton raises."""
+        self, workload: Workload, device: Device, *, tile: Tile | None = None, splits: int | None = None,
+        joined: bool | None = None,
+    ) -> None:  # fmt: skip
+        """``tile``, ``splits`` and whether the last program of a head adds up (``joined``) are chosen where not given.
+
+        Raises what importing triton raises.
+        """
         w = self.workload = workload
         self.device = device
         tiles = (tile,) if tile else tiles_for(w, device)
@@ -183,10 +205,16 @@ class DecodeKernel:
         self._kernels = load_kernels()
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._on_cuda = device.kind == "cuda"
+        split = self.splits > 1
+        self.joined = split and (joined_us(w, self.splits) <= combined_us(w, self.splits) if joined is None else joined)
         out, lse = output_forms(w)
-        parts = (w.B * w.H * w.L * self.splits * (w.D_v + 1),), (1,), lse[2]
-        forms, self._out_strides = (out, lse, parts) if self.splits > 1 else (out, lse), out[1]
-        self.launches = driver.Launches(device.index) if self._on_cuda else _Interpreted()
+        elements = w.B * w.H * w.L * self.splits * (w.D_v + 1) if split else 0
+        forms, self._out_strides = [out, lse], out[1]
+        if split and not self.joined:
+            forms.append(((elements,), (1,), lse[2]))
+        self._takes, self.workspace_bytes = (w.B * w.H_kv, elements), 4 * elements
+        self.workspaces = of_device(device.torch_name)
+        self.launches = driver.Launches(device.index, with_workspace=self.joined) if self._on_cuda else _Interpreted()
         self.fresh = driver.Fresh(device.index, *forms) if self._on_cuda else _interpreted_fresh(forms)
         options = {"lengths": w.lengths is not None, "alibi_slopes": w.alibi, "sinks": w.sinks}
         self._options = [name for name, there in options.items() if there]
@@ -213,14 +241,18 @@ class DecodeKernel:
         return Output(out, lse)
 
     def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, others: list[Tensor]) -> None:
-        """Queue the kernels of a call that was not seen before. ``others``: parts of split keys, then the options."""
+        """Queue the kernels of a call that was not seen before. ``others``: parts for a second kernel, then options."""
         q, k, v = (t if is_readable(t, self.tile.keys) else driver.copied(t) for t in (q, k, v))
         others = [other.contiguous() for other in others]
-        given = dict(zip([*["parts"] * (self.splits > 1), *self._options], others, strict=True))
+        second = self.splits > 1 and not self.joined
+        given = dict(zip([*["parts"] * second, *self._options], others, strict=True))
         lengths, slopes, sinks = (given.get(name) for name in ("lengths", "alibi_slopes", "sinks"))
-        parts = given.get("parts", lse)  # without splits the kernel has none, but takes an address
+        parts, arrived = given.get("parts"), None
+        if self.joined:
+            workspace = self.workspaces.take(*self.launches.stream_and_capture(), *self._takes)
+            parts, arrived = workspace.parts, workspace.arrived
         plan = self._plan_for(q.stride(), k.stride(), v.stride())
-        calls = [plan.decode(q, k, v, out, lse, parts, lengths, slopes, sinks)]
+        calls = [plan.decode(q, k, v, out, lse, parts, arrived, lengths, slopes, sinks)]
         if plan.combine is not None:
             calls.append(plan.combine(parts, out, lse, sinks))
         self.launches.start(driver.launch_key(q, k, v, out, lse, others), *calls)
@@ -233,7 +265,9 @@ class DecodeKernel:
         """The plan of these strides of q, k and v, made where there is none; compiles."""
         plan = self._plans.get(strides)
         if plan is None:
-            plan = _Plan(self._decode_bound(strides), self._combine_bound() if self.splits > 1 else None)
+            plan = _Plan(
+                self._decode_bound(strides), None if self.joined or self.splits == 1 else self._combine_bound()
+            )
             self._plans[strides] = plan
         return plan
 
@@ -249,24 +283,29 @@ class DecodeKernel:
             "GROUP": w.group, "D": w.D, "D_V": w.D_v, "BLOCK_D": _block(w.D), "BLOCK_DV": _block(w.D_v),
             "ROWS": tile.rows, "KEYS": tile.keys, "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right", "WINDOWED": w.window is not None,
-            "SPLIT": self.splits > 1,
+            "SPLIT": self.splits > 1, "JOINED": self.joined,
             "AHEAD": tile.keys * tile.ahead if self._on_cuda else 0,
+            **self._at_once(min(_power_of_2(w.L * w.group), COMBINE_ROWS) if self.joined else 1),
         }  # fmt: skip
-        pointers = ["data", "data", "data", "data", "float32", "float32"]
+        pointers = ["data", "data", "data", "data", "float32"]
+        pointers += ["float32" if self.splits > 1 else "", "int32" if self.joined else ""]
         pointers += [
             "int32" if w.lengths is not None else "", "float32" if w.alibi else "", "float32" if w.sinks else ""
         ]  # fmt: skip
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if self.joined:  # ptxas would take more than lets ``resident`` programs run, or fewer and spill
+            options["maxnreg"] = min(255, REGISTERS // (tile.resident * 32 * tile.warps) // 8 * 8)
         return self._bound("hopper_attention_decode", self.grid, pointers, numbers, constants, options)
 
+    def _at_once(self, rows: int) -> dict[str, int]:
+        """What a program that adds up has in its registers at a time."""
+        parts = COMBINE_ELEMENTS // (rows * _block(self.workload.D_v))
+        return {"ROWS_AT_ONCE": rows, "PARTS_AT_ONCE": min(_power_of_2(self.splits), parts)}
+
     def _combine_bound(self) -> Bound:
-        w, block = self.workload, _block(self.workload.D_v)
-        splits = _power_of_2(self.splits)
+        w = self.workload
         numbers = [w.L, self.splits, *(stride // VECTOR for stride in self._out_strides[:3])]
-        constants = {
-            "GROUP": w.group, "D_V": w.D_v, "BLOCK_DV": block, "SPLITS": splits,
-            "CHUNK": min(splits, COMBINE_ELEMENTS // block),
-        }  # fmt: skip
+        constants = {"GROUP": w.group, "D_V": w.D_v, "BLOCK_DV": _block(w.D_v), **self._at_once(1)}
         pointers = ["float32", "data", "float32", "float32" if w.sinks else ""]
         options = {"num_warps": 4, "num_stages": 1}
         grid = w.L * w.group, w.H_kv, w.B
@@ -284,7 +323,7 @@ class DecodeKernel:
         if not self._on_cuda:
             return lambda *tensors: (functools.partial(kernel[grid], **constants), [*tensors, *numbers])
         dtypes = [self._torch_dtype(pointer) for pointer in pointers]
-        compiled = kernel.warmup(*dtypes, *numbers, grid=grid, **constants, **options)
+        compiled = kernel.warmup(*dtypes, *numbers, grid=grid, **constants, **options, enable_fp_fusion=True)
         given = zip(compiled.src.signature.items(), [*pointers, *numbers], strict=False)
         values = [_argument(kind, value) for (_, kind), value in given if kind != "constexpr"]
         function = load_machine(compiled, values, grid, self.device.index)
@@ -329,6 +368,10 @@ def _arguments(tensors: Sequence[Tensor | None], values: list[Any]) -> list[Any]
 
 class _Interpreted:
     """Stands where ``driver.Launches`` does, in Triton's interpreter: nothing is kept."""
+
+    def stream_and_capture(self) -> tuple[int, int | None]:
+        """There is one stream, and nothing captures it."""
+        return driver.LEGACY_STREAM, None
 
     def replay(self, key: Hashable) -> bool:
         """There is nothing to be queued again."""

@@ -11,8 +11,9 @@ shared memory by 16-byte asynchronous copies, several tiles ahead of the product
 which is how Triton knows that they are that wide. **Bound.** Read bandwidth; tensor cores are busy a tenth of the time.
 
 One loop, in which every tile is masked: a second loop for boundary tiles would let the copies run dry between the two.
-Where the keys are split, a part is its normalised out and its log2-sum-exp in float32; a second kernel on the same
-stream adds them up, so no memory outlives a call.
+Where the keys are split, a part is its normalised out and its log2-sum-exp in float32. The last program of a head adds
+the head's parts up, in the order of the keys; ``arrived`` counts the programs, and is left at zero. Where that would be
+much for one program, a second kernel on the same stream adds them up.
 """
 
 from __future__ import annotations
@@ -113,18 +114,73 @@ def _announce(base, stride, start, stop, COUNT: tl.constexpr, COLUMNS: tl.conste
 
 
 @_device
+def _sums(parts, rows, splits, D_V: tl.constexpr):
+    """Where the log2-sum-exps begin: behind the sums of all parts."""
+    heads = tl.cast(tl.num_programs(2), tl.int64) * tl.num_programs(1)
+    return parts + heads * splits * rows * D_V
+
+
+@_device
+def _add_parts(
+    parts, out, lse, sinks, first_row, b, kv, L, splits, out_b, out_h, out_l,
+    GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """ROWS_AT_ONCE packed rows, from ``first_row`` on, of out and lse from their parts, PARTS_AT_ONCE at a time and in
+    the order of the keys, whichever came first."""
+    rows = L * GROUP
+    row = first_row + tl.arange(0, ROWS_AT_ONCE)
+    real = row < rows
+    query = row // GROUP
+    h = kv * GROUP + row - query * GROUP
+    first = (tl.cast(b, tl.int64) * tl.num_programs(1) + kv) * splits * rows
+    sums = _sums(parts, rows, splits, D_V) + first
+    parts += first * D_V
+    dv = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([ROWS_AT_ONCE, BLOCK_DV], tl.float32)
+    top = tl.full([ROWS_AT_ONCE], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS_AT_ONCE], tl.float32)
+    if sinks is not None:  # one more score, without a value
+        top = tl.load(sinks + h, mask=real, other=-float("inf")) * 1.4426950408889634  # log2(e)
+        total = (top > -float("inf")).to(tl.float32)
+    for at in range(0, splits, PARTS_AT_ONCE):
+        split = at + tl.arange(0, PARTS_AT_ONCE)
+        there = real[:, None] & (split < splits)[None, :]
+        number = split[None, :] * rows + row[:, None]
+        sum2 = tl.load(sums + number, mask=there, other=-float("inf"), cache_modifier=".cg")
+        part = tl.load(
+            parts + (number[:, :, None] * D_V + dv[None, None, :]),
+            mask=there[:, :, None] & (dv < D_V)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(sum2, 1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(sum2 - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        acc = acc * rescale[:, None] + tl.sum(part * weights[:, :, None], 1)
+        total = total * rescale + tl.sum(weights, 1)
+        top = higher
+    seen = total != 0  # also where it is NaN
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    natural = (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453  # ln 2; -inf where no key was seen
+    place = (tl.cast(b, tl.int64) * out_b + h.to(tl.int64) * out_h + query.to(tl.int64) * out_l) * 8
+    tl.store(out + place[:, None] + dv, acc.to(out.dtype.element_ty), mask=real[:, None] & (dv < D_V)[None, :])
+    tl.store(lse + (tl.cast(b, tl.int64) * (tl.num_programs(1) * GROUP) + h) * L + query, natural, mask=real)
+
+
+@_device
 def hopper_attention_decode(
-    q, k, v, out, lse, parts, lengths, slopes, sinks, L, S, window, splits, scale, softcap,
+    q, k, v, out, lse, parts, arrived, lengths, slopes, sinks, L, S, window, splits, scale, softcap,
     q_b, q_h, q_l, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_l,
     GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """ROWS packed rows of one key/value head against one split of its keys: out and lse, or a part of them.
 
     AHEAD keys are announced to the L2 cache at once: the copies of K and V begin only when the query tile has arrived.
     ``scale`` is that of the scores, times log2(e) where nothing is done to them before the exponential. ``parts`` holds
-    (B * H * L, splits, D_V) normalised sums, then (B * H * L, splits) log2-sum-exps.
+    (B * H_kv, splits, rows, D_V) normalised sums, then as many log2-sum-exps without D_V; ``arrived`` (B * H_kv) zeros.
     """
     b = tl.program_id(2)
     kv = tl.program_id(1)
@@ -183,15 +239,25 @@ def hopper_attention_decode(
 
     dv = tl.arange(0, BLOCK_DV)[None, :]
     if SPLIT:
-        seen = total > 0
+        seen = total != 0  # also where it is NaN
+        rows = L * GROUP
         head = tl.cast(b, tl.int64) * tl.num_programs(1) + kv
-        number = (head * (L * GROUP) + row) * splits + split
+        first_row = (head * splits + split) * rows
         acc = acc / tl.where(seen, total, 1.0)[:, None]
         sum2 = top + tl.log2(tl.where(seen, total, 1.0))  # -inf where no key was seen
-        tl.store(parts + number[:, None] * D_V + dv, acc, mask=real[:, None] & (dv < D_V))
-        rows = tl.cast(tl.num_programs(2), tl.int64) * tl.num_programs(1) * (L * GROUP)
-        sums = parts + rows * splits * D_V
-        tl.store(sums + number, sum2, mask=real)
+        tl.store(parts + first_row * D_V + (row[:, None] * D_V + dv), acc, mask=real[:, None] & (dv < D_V))
+        tl.store(_sums(parts, rows, splits, D_V) + first_row + row, sum2, mask=real)
+        if JOINED:
+            # Each thread's stores come before the barrier, the barrier before one thread's release; the last program
+            # acquires what all released, and its loads (.cg) pass by the first-level cache, which may hold old lines.
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                for at in range(0, rows, ROWS_AT_ONCE):
+                    _add_parts(
+                        parts, out, lse, sinks, at, b, kv, L, splits, out_b, out_h, out_l,
+                        GROUP, D_V, BLOCK_DV, ROWS_AT_ONCE, PARTS_AT_ONCE,
+                    )  # fmt: skip
+                tl.store(arrived + head, 0)  # for the next call; kernels of a stream follow one another
     else:
         if sinks is not None:  # one more score, without a value
             sink = tl.load(sinks + h, mask=real, other=-float("inf")) * 1.4426950408889634
@@ -201,7 +267,7 @@ def hopper_attention_decode(
             acc = acc * rescale[:, None]
             total = total * rescale + tl.exp2(sink - shift)
             top = higher
-        seen = total > 0
+        seen = total != 0  # also where it is NaN
         acc = acc / tl.where(seen, total, 1.0)[:, None]
         natural = (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453  # ln 2
         out_row = tl.cast(b, tl.int64) * out_b + h.to(tl.int64) * out_h + query.to(tl.int64) * out_l
@@ -214,41 +280,10 @@ def hopper_attention_decode(
 def hopper_attention_decode_combine(
     parts, out, lse, sinks, L, splits, out_b, out_h, out_l,
     GROUP: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One row of out and lse from its parts: program (packed row, key/value head, batch).
-
-    SPLITS is ``splits`` rounded up to a power of 2; CHUNK of them are read at a time.
-    """
-    b = tl.program_id(2)
-    kv = tl.program_id(1)
-    query = tl.program_id(0) // GROUP
-    h = kv * GROUP + tl.program_id(0) % GROUP
-    head = tl.cast(b, tl.int64) * tl.num_programs(1) + kv
-    number = head * tl.num_programs(0) + tl.program_id(0)
-    rows = tl.cast(tl.num_programs(2), tl.int64) * tl.num_programs(1) * tl.num_programs(0)
-    dv = tl.arange(0, BLOCK_DV)
-    first = number * splits
-    sums = parts + rows * splits * D_V + first
-    split = tl.arange(0, SPLITS)
-    top = tl.max(tl.load(sums + split, mask=split < splits, other=-float("inf")), 0)
-    sink = -float("inf")
-    if sinks is not None:
-        sink = tl.load(sinks + h) * 1.4426950408889634  # log2(e)
-        top = tl.maximum(top, sink)
-    shift = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.exp2(sink - shift)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for at in range(0, splits, CHUNK):
-        some = at + tl.arange(0, CHUNK)
-        weights = tl.exp2(tl.load(sums + some, mask=some < splits, other=-float("inf")) - shift)
-        places = parts + (first + some)[:, None] * D_V + dv[None, :]
-        part = tl.load(places, mask=(some < splits)[:, None] & (dv < D_V)[None, :], other=0.0)
-        acc += tl.sum(part * weights[:, None], 0)
-        total += tl.sum(weights, 0)
-    seen = total > 0
-    acc = acc / tl.where(seen, total, 1.0)
-    natural = tl.where(seen, (shift + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, -float("inf"))
-    place = (tl.cast(b, tl.int64) * out_b + tl.cast(h, tl.int64) * out_h + tl.cast(query, tl.int64) * out_l) * 8
-    tl.store(out + place + dv, acc.to(out.dtype.element_ty), mask=dv < D_V)
-    tl.store(lse + (tl.cast(b, tl.int64) * (tl.num_programs(1) * GROUP) + h) * L + query, natural)
+    """ROWS_AT_ONCE rows of out and lse from their parts: program (packed rows, key/value head, batch)."""
+    _add_parts(
+        parts, out, lse, sinks, tl.program_id(0) * ROWS_AT_ONCE, tl.program_id(2), tl.program_id(1), L, splits,
+        out_b, out_h, out_l, GROUP, D_V, BLOCK_DV, ROWS_AT_ONCE, PARTS_AT_ONCE,
+    )  # fmt: skip
