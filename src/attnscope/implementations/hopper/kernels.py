@@ -368,9 +368,10 @@ def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scal
         s = s - slope * gl.abs(distance).to(gl.float32)
     if MASKED:  # noqa: SIM102, for one is known to the compiler, the other on the card
         if masked:
-            s = _hide(s, high - key, True)
+            before = None
             if low is not None:
-                s = _hide(s, low - key, False)
+                before = low - key
+            s = _hide_by_words(s, _words_between(before, high - key, s))
     if words is not None:  # noqa: SIM102
         if masked:
             s = _hide_by_words(s, words)
@@ -395,7 +396,7 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
         fence_async_shared()
         thread_barrier()  # all four warps have read it
         mbarrier.arrive(empty.index(place), count=1)
-        found = found.to(gl.float32)
+        found = _widened(found)
     elif BIAS == 2:
         first, step = bias
         keys = key + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))  # each key is one thread's
@@ -407,64 +408,112 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
 
 
 @_device
-def _words_of(words, entry, zero):
-    """The bits, (64, 4) int32, of the tile of keys that ``entry`` names, of the group's ``words``; None: no mask."""
-    found = None
-    if words is not None:
-        ROWS: gl.constexpr = zero.shape[0]
-        KEYS: gl.constexpr = zero.shape[1]
-        without_e: gl.constexpr = gl.SliceLayout(3, zero.reshape([ROWS, KEYS // 8, 4, 2]).type.layout)
-        layout: gl.constexpr = gl.SliceLayout(1, without_e)
-        row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-        found = gl.load(words + gl.cast(entry >> 1, gl.int64) * (ROWS * 4) + (row * 4 + lane))
+def _widened(tile):
+    """A tile as fp32. Triton takes three instructions for two bf16 in one register; these are two, one for each."""
+    if tile.dtype == gl.bfloat16:
+        found = gl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", "=f,=f,r", [tile], dtype=gl.float32, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        found = tile.to(gl.float32)
     return found
 
 
 @_device
-def _hide_by_words(s, words):
-    """Scores, -inf where the bit of a column is 0.
-
-    Word (row, lane) holds the columns that one thread holds of one row: bit 2 i + e is column 8 i + 2 lane + e.
-    """
-    ROWS: gl.constexpr = s.shape[0]
-    KEYS: gl.constexpr = s.shape[1]
-    parts = s.reshape([ROWS, KEYS // 8, 4, 2])
-    without_e: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
-    without_lane: gl.constexpr = gl.SliceLayout(2, without_e)
-    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))
-    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, without_lane))
-    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 2
-    bit = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
-    word = gl.expand_dims(gl.expand_dims(words, 1), 3)
-    parts = gl.where(((word >> bit) & 1) != 0, parts, float("-inf"))
-    return gl.convert_layout(parts.reshape([ROWS, KEYS]), s.type.layout)
+def _words_of(words, entry, zero):
+    """The bits, (4, 8, 4) int32 of rows 0 to 7 and of rows 8 to 15 of each warp, of the tile of keys that ``entry``
+    names, of the group's ``words``; None: no mask."""
+    found = None
+    if words is not None:
+        KEYS: gl.constexpr = zero.shape[1]
+        upper, _lower = _halves(zero)
+        layout: gl.constexpr = _lanes(upper).type.layout
+        without_e: gl.constexpr = gl.SliceLayout(4, layout)
+        of_lane: gl.constexpr = gl.SliceLayout(2, without_e)
+        warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, of_lane)))
+        row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, of_lane)))
+        lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, of_lane)))
+        places = gl.expand_dims(gl.expand_dims(warp, 1), 2) * 64 + gl.expand_dims(gl.expand_dims(row, 0), 2) * 4
+        places = words + gl.cast(entry >> 1, gl.int64) * 256 + (places + gl.expand_dims(gl.expand_dims(lane, 0), 0))
+        found = (gl.load(places), gl.load(places + 32))
+    return found
 
 
 @_device
-def _hide(s, limit, ABOVE: gl.constexpr):
-    """Scores, -inf in columns from ``limit`` of the row on (ABOVE), or before it.
+def _halves(s):
+    """Rows 0 to 7 and rows 8 to 15 of each warp's 16, each of shape (4, 8, KEYS): the two rows that a thread holds."""
+    KEYS: gl.constexpr = s.shape[1]
+    return gl.split(s.reshape([4, 2, 8, KEYS]).permute((0, 2, 3, 1)))
 
-    A thread holds columns 8 i + 2 lane + e: seen so, i and e are numbers in the code, and only the limit is computed.
-    """
+
+@_device
+def _lanes(half):
+    """(4, 8, KEYS) as (4, 8, KEYS / 8, 4, 2): a thread holds columns 8 i + 2 lane + e."""
+    KEYS: gl.constexpr = half.shape[2]
+    return half.reshape([4, 8, KEYS // 8, 4, 2])
+
+
+@_device
+def _hide_by_words(s, words):
+    """Scores, -inf where the bit of a column is 0."""
     ROWS: gl.constexpr = s.shape[0]
     KEYS: gl.constexpr = s.shape[1]
-    parts = s.reshape([ROWS, KEYS // 8, 4, 2])
-    without_e: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
-    without_lane: gl.constexpr = gl.SliceLayout(2, without_e)
-    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, without_e)))
-    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, without_lane))
-    limit = gl.expand_dims(gl.convert_layout(limit, gl.SliceLayout(1, without_lane)), 1)
-    limit = gl.expand_dims(limit, 2) - 2 * gl.expand_dims(gl.expand_dims(lane, 0), 0)
-    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 8
-    column = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
-    limit = gl.expand_dims(limit, 3)
-    if ABOVE:  # noqa: SIM108
-        parts = gl.where(column < limit, parts, float("-inf"))
-    else:
-        parts = gl.where(column >= limit, parts, float("-inf"))
-    return gl.convert_layout(parts.reshape([ROWS, KEYS]), s.type.layout)
+    upper, lower = _halves(s)
+    upper_words, lower_words = words
+    upper = _hide_by_word(_lanes(upper), upper_words).reshape([4, 8, KEYS])
+    lower = _hide_by_word(_lanes(lower), lower_words).reshape([4, 8, KEYS])
+    s_layout: gl.constexpr = s.type.layout
+    return gl.convert_layout(gl.join(upper, lower).permute((0, 3, 1, 2)).reshape([ROWS, KEYS]), s_layout)
+
+
+@_device
+def _hide_by_word(parts, words):
+    """``parts``, (4, 8, i, 4, 2), -inf where bit 2 i + e of the word of a row and lane is 0."""
+    COUNT: gl.constexpr = parts.shape[2]
+    layout: gl.constexpr = parts.type.layout
+    of_e: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    of_i: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    e = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, of_e), 0), 0), 0), 0)
+    i = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, COUNT, of_i), 0), 0), 3), 4)
+    word = gl.expand_dims(gl.expand_dims(words, 2), 4)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .pred p; and.b32 t, $2, $3; setp.ne.s32 p, t, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [parts, word, 1 << (2 * i + e)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@_device
+def _words_between(low, high, zero):
+    """The same bits of the columns from ``low`` of the row, unless that is None, to below ``high``."""
+    upper, lower = _words_below(high, zero)
+    if low is not None:
+        upper_before, lower_before = _words_below(low, zero)
+        upper = upper & ~upper_before
+        lower = lower & ~lower_before
+    return upper, lower
+
+
+@_device
+def _words_below(limit, zero):
+    """Bits of the columns below ``limit``, a number for each of 64 rows."""
+    upper, lower = gl.split(limit.reshape([4, 2, 8]).permute((0, 2, 1)))
+    return _word_below(upper, zero), _word_below(lower, zero)
+
+
+@_device
+def _word_below(limit, zero):
+    """(4, 8, 4) words of (4, 8) limits: bit 2 i + e is set where 8 i + 2 lane + e is below the limit."""
+    parts, _ = _halves(zero)
+    layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, _lanes(parts).type.layout))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    limit = gl.expand_dims(gl.convert_layout(limit, gl.SliceLayout(2, layout)), 2)
+    limit = limit - 2 * gl.expand_dims(gl.expand_dims(lane, 0), 0)
+    count = (limit >> 3) * 2 + gl.minimum(limit & 7, 2)
+    return gl.inline_asm_elementwise(  # a shift by 32 leaves nothing, which no operator promises
+        "{ .reg .b32 t; mov.b32 t, -1; shr.u32 $0, t, $1; }", "=r,r", [32 - gl.minimum(gl.maximum(count, 0), 32)],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @_device
