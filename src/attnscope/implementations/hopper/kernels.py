@@ -93,8 +93,12 @@ def _tile_number(turn, order):
 
 
 @_device
-def _place_of_tile(number, row_tiles, tiles, section, LONGEST_FIRST: gl.constexpr):
-    """(head counted over the batch, tile of rows) of a tile: a bijection."""
+def _place_of_tile(number, H, row_tiles, tiles, section, LONGEST_FIRST: gl.constexpr, BATCH_FIRST: gl.constexpr):
+    """(head counted over the batch, tile of rows) of a tile: a bijection.
+
+    LONGEST_FIRST walks sections of heads, a tile of rows of each before the next; BATCH_FIRST counts a head of all
+    batch entries before the next head.
+    """
     if LONGEST_FIRST:
         heads = tiles // row_tiles
         first = number // (section * row_tiles) * section
@@ -105,6 +109,9 @@ def _place_of_tile(number, row_tiles, tiles, section, LONGEST_FIRST: gl.constexp
     else:
         head = number // row_tiles
         tile = number - head * row_tiles
+    if BATCH_FIRST:
+        batch = tiles // row_tiles // H
+        head = head % batch * H + head // batch
     return head, tile
 
 
@@ -280,7 +287,7 @@ def _producer(
     sizes, pointers, mask_sizes, bias_sizes,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, BATCH_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads what the groups will read, in the order in which they read it."""
     H, group, L, S, row_tiles, tiles, section, window = sizes
@@ -295,7 +302,7 @@ def _producer(
     visits = 0
     coming = _tile_number(0, order)
     for turn in range(_tiles_of_block(tiles, order)):
-        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
         coming = _tile_number(turn + 1, order)  # early: nobody waits for it
         b = head // H
         h = head - b * H
@@ -426,7 +433,6 @@ def _words_of(words, entry, zero):
     names, of the group's ``words``; None: no mask."""
     found = None
     if words is not None:
-        KEYS: gl.constexpr = zero.shape[1]
         upper, _lower = _halves(zero)
         layout: gl.constexpr = _lanes(upper).type.layout
         without_e: gl.constexpr = gl.SliceLayout(4, layout)
@@ -615,8 +621,8 @@ def _consumer(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
+    BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    KEYS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """One group of 128 threads: 64 rows of each tile."""
     H, _group, L, S, row_tiles, tiles, section, window = sizes
@@ -640,7 +646,7 @@ def _consumer(
         _give_turn(0)
     coming = _tile_number(0, order)
     for turn in range(_tiles_of_block(tiles, order)):
-        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
         coming = _tile_number(turn + 1, order)  # early: nobody waits for it
         b = head // H
         h = head - b * H
@@ -673,6 +679,7 @@ def _consumer(
             number, listed = _list_of(lists, b, h, tile, mask_sizes)
             count = gl.load(listed)
             entry = gl.load(listed + 1)
+            after = gl.load(listed + gl.minimum(count, 2))
             bits = words + gl.cast(number * GROUPS + W, gl.int64) * mask_sizes[3]
         bias = bias_ring
         if BIAS > 1:
@@ -707,8 +714,9 @@ def _consumer(
         p = gl.convert_layout(p32.to(q.dtype), p_layout)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
         for j in range(1, count):
-            if lists is not None:
-                entry = gl.load(listed + 1 + j)
+            if lists is not None:  # a tile ahead: products are not queued before its entry is known
+                entry = after
+                after = gl.load(listed + gl.minimum(j + 2, count))
             key_tile, needs = _visit(j, entry, walk)
             slot, phase, acc, p, top, total = _one_more_tile(
                 key_tile * KEYS, needs, _words_of(bits, entry, zero), bias, visits, S,
@@ -774,7 +782,7 @@ def hopper_attention_forward(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all tiles; see the module's docstring."""
@@ -817,18 +825,19 @@ def hopper_attention_forward(
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
                     bias_ring, sizes, pointers, mask_sizes, bias_sizes,
-                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
+                    BATCH_FIRST, OVERLAP,
                 )),
             ],
             [4, 1],
@@ -841,24 +850,25 @@ def hopper_attention_forward(
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(2),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
                     bias_ring, sizes, pointers, mask_sizes, bias_sizes,
-                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
+                    BATCH_FIRST, OVERLAP,
                 )),
             ],
             [4, 4, 1],
