@@ -396,7 +396,12 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
     LAYOUT: gl.constexpr = s.type.layout
     if BIAS == 1:
         ring, full, empty = bias
-        place = W * BIAS_SLOTS + visits % BIAS_SLOTS
+        place = visits % BIAS_SLOTS
+        if BIAS_SLOTS > 1:  # else each of a thread's addresses is kept in a register from one tile to the next
+            place = gl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=False, pack=1
+            )
+        place = W * BIAS_SLOTS + place
         mbarrier.wait(full.index(place), visits // BIAS_SLOTS & 1)
         found = _matrix(ring.index(place)).load(LAYOUT)
         # A barrier of threads orders their reads before each other's writes, not before TMA's: of that a fence is told.
