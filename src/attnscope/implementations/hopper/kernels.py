@@ -398,9 +398,7 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
         ring, full, empty = bias
         place = visits % BIAS_SLOTS
         if BIAS_SLOTS > 1:  # else each of a thread's addresses is kept in a register from one tile to the next
-            place = gl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=False, pack=1
-            )
+            place = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=False, pack=1)
         place = W * BIAS_SLOTS + place
         mbarrier.wait(full.index(place), visits // BIAS_SLOTS & 1)
         found = _matrix(ring.index(place)).load(LAYOUT)
