@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from attnscope.implementations.hopper import kernels
+from attnscope.workload import Workload
 from gluon_stand_in import Tile, device_function
 from hopper_probes import SIGNATURES
 from ptx_snippets import compute
-from test_hopper import VERSIONS, compile_apart
+from test_hopper import VERSIONS, choose, compile_apart
 
 
 def test_every_bf16_is_widened_to_the_same_number() -> None:
@@ -99,3 +100,35 @@ def test_probes_compile_for_the_card(version: str, tmp_path: Path) -> None:
     found = dict(compile_apart(version, [(name, Configuration()) for name in SIGNATURES], tmp_path, report))
     assert found["widened"].count("0xffff0000") + found["widened"].count("-65536") == in_a_thread // 2
     assert "cvt.f32.f16" in found["widened_fp16"] and found["hidden"].count("selp.f32") == 64
+
+
+SASS = """
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from attnscope.implementations.hopper import Plan, configurations
+from attnscope.workload import Workload
+
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+for text, values in json.load(sys.stdin):
+    machine = Plan(Workload.parse(text), configurations.Configuration.from_dict(values)).compile()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine.cubin)
+        file.flush()
+        said = subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
+    patterns = r" R2P ", r" FSEL R.*-INF", r" LOP3\\.LUT R.*0xffff0000"
+    print(json.dumps([len(re.findall(pattern, said)) for pattern in patterns]), flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_compiler_makes_of_them_what_they_were_written_for(version: str, tmp_path: Path) -> None:
+    """A select a score and eight predicates at a time; a mask by which each second bf16 is one instruction."""
+    texts = ["B1,H2,L2048,D64,bf16,mask=bool:1x1xLxS", "B1,H2,L2048,D64,bf16,bias=bf16:1xHxLxS"]
+    jobs = [(text, choose(Workload.parse(text))) for text in texts]
+    masked, biased = compile_apart(version, jobs, tmp_path, SASS)
+    tiles = 2 * jobs[0][1].groups  # the code of the first tile and of the others, for each group; 64 scores a thread
+    assert masked[1] == 64 * tiles + tiles and masked[0] == 64 // 8 * tiles  # and the lse of each of two rows
+    assert biased[2] == 64 // 2 * tiles
