@@ -352,9 +352,8 @@ def _producer(
 
 
 @_device
-def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked, W: gl.constexpr,
-            BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr, CAPPED: gl.constexpr,
-            PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+def _scores(s, key, rows, low, high, words, bias, S, offset, slope, scale, cap, masked, BIAS: gl.constexpr,
+            CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """What the online softmax sees: products, capped, biased, -inf where hidden; ``scale`` times them is in log2.
 
     With a bias they are natural. Only tiles for which ``masked`` holds run the mask's instructions.
@@ -369,7 +368,7 @@ def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scal
         if PRESCALED:
             s = s * scale
     else:
-        s = s * scale + _bias(s, bias, visits, key, S, W, BIAS, BIAS_SLOTS)
+        s = s * scale + _bias(s, bias, key, S, BIAS)
     if SLOPED:
         distance = gl.expand_dims(rows + (offset - key), 1) - gl.expand_dims(columns, 0)
         s = s - slope * gl.abs(distance).to(gl.float32)
@@ -386,27 +385,16 @@ def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scal
 
 
 @_device
-def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+def _bias(s, bias, key, S, BIAS: gl.constexpr):
     """What is added to the tile ``s`` of scores from key ``key`` on, natural.
 
-    That is a tile of the group's ring (BIAS 1), of shape (64, KEYS), a row of the bias (2), (1, KEYS), or a column of
-    it (3), (64, 1), which is at hand.
+    That is a tile of the group's ring (BIAS 1), of shape (64, KEYS), which was read, a row of the bias (2), (1, KEYS),
+    or a column of it (3), (64, 1), which is at hand.
     """
     KEYS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     if BIAS == 1:
-        ring, full, empty = bias
-        place = visits % BIAS_SLOTS
-        if BIAS_SLOTS > 1:  # else each of a thread's addresses is kept in a register from one tile to the next
-            place = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=False, pack=1)
-        place = W * BIAS_SLOTS + place
-        mbarrier.wait(full.index(place), visits // BIAS_SLOTS & 1)
-        found = _matrix(ring.index(place)).load(LAYOUT)
-        # A barrier of threads orders their reads before each other's writes, not before TMA's: of that a fence is told.
-        fence_async_shared()
-        thread_barrier()  # all four warps have read it
-        mbarrier.arrive(empty.index(place), count=1)
-        found = _widened(found)
+        found = _widened(bias)
     elif BIAS == 2:
         first, step = bias
         keys = key + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))  # each key is one thread's
@@ -415,6 +403,35 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
     else:
         found = gl.expand_dims(bias, 1)
     return found
+
+
+@_device
+def _await_bias(bias, visits, W: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+    """Wait for this visit's tile of the bias; products run meanwhile."""
+    _ring, full, _empty = bias
+    mbarrier.wait(full.index(_bias_place(visits, W, BIAS_SLOTS)), visits // BIAS_SLOTS & 1)
+
+
+@_device
+def _read_bias(s, bias, visits, W: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+    """The tile that was waited for, as a thread holds the scores ``s``; its slot is given back."""
+    ring, _full, empty = bias
+    place = _bias_place(visits, W, BIAS_SLOTS)
+    found = _matrix(ring.index(place)).load(s.type.layout)
+    # A barrier of threads orders their reads before each other's writes, not before TMA's: of that a fence is told.
+    fence_async_shared()
+    thread_barrier()  # all four warps have read it
+    mbarrier.arrive(empty.index(place), count=1)
+    return found
+
+
+@_device
+def _bias_place(visits, W: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+    """The place of a visit's tile in the rings of all groups."""
+    slot = visits % BIAS_SLOTS
+    if BIAS_SLOTS > 1:  # else each of a thread's addresses is kept in a register from one tile to the next
+        slot = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1)
+    return W * BIAS_SLOTS + slot
 
 
 @_device
@@ -577,11 +594,16 @@ def _one_more_tile(
         sums = multiply(p, _matrix(ring.index(v_slot)), acc, is_async=True)
         if PINGPONG:
             _give_turn((W + 1) % GROUPS)
+        if BIAS == 1:
+            _await_bias(bias, visits, W, BIAS_SLOTS)
         s = multiplied(1, deps=(products,))
+        added = bias
+        if BIAS == 1:
+            added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
         mbarrier.arrive(empty.index(slot), count=1)
         s = _scores(
-            s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked,
-            W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+            s, key, rows, low, high, words, added, S, offset, slope, scale, cap, masked,
+            BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
         p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
         acc = multiplied(0, deps=(sums,))
@@ -594,14 +616,19 @@ def _one_more_tile(
         sums = multiply(p, _matrix(ring.index(slot)), acc, is_async=True)
         mbarrier.wait(full.index(k_slot), k_phase)
         products = multiply(q, _matrix(ring.index(k_slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if BIAS == 1:
+            _await_bias(bias, visits, W, BIAS_SLOTS)
         acc, s = multiplied(0, deps=(sums, products))
+        added = bias
+        if BIAS == 1:
+            added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
         mbarrier.arrive(empty.index(slot), count=1)
         mbarrier.arrive(empty.index(k_slot), count=1)
         if PINGPONG:
             _wait_turn(W)
         s = _scores(
-            s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked,
-            W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+            s, key, rows, low, high, words, added, S, offset, slope, scale, cap, masked,
+            BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
         p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
         if PINGPONG:
@@ -697,7 +724,13 @@ def _consumer(
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(q_full.index(place), q_phase)
         products = multiply(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if BIAS == 1:
+            _await_bias(bias, visits, W, BIAS_SLOTS)
         s = multiplied(0, deps=(products,))
+        added = bias
+        if BIAS == 1:
+            added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
+            visits += 1
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = _next_slot(slot, phase, SLOTS)
         # With two slots the output of the tile before lies in the one that the next tile's Q waits for.
@@ -707,11 +740,9 @@ def _consumer(
                 mbarrier.arrive(q_empty.index(W * Q_SLOTS + 1 - q_slot), count=1)
         key_tile, needs = _visit(0, entry, walk)
         s = _scores(
-            s, key_tile * KEYS, rows, low, high, _words_of(bits, entry, zero), bias, visits, S,
-            offset, slope, scale, cap, needs, W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+            s, key_tile * KEYS, rows, low, high, _words_of(bits, entry, zero), added, S,
+            offset, slope, scale, cap, needs, BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
-        if BIAS == 1:
-            visits += 1
         top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         p32, top, total, _ = _softmax(s, top, 0.0, unit, GUARDED, BIAS != 0, LAZY_SUM)
         p = gl.convert_layout(p32.to(q.dtype), p_layout)
