@@ -21,8 +21,10 @@ import torch
 from attnscope.implementations.hopper import Plan, kernels, mask_kernels
 from attnscope.implementations.hopper.masked import LIST_CHUNK, MaskPlan, bias_arguments
 from attnscope.inputs import Inputs, row_bounds
+from ptx_snippets import compute
 
 TIMEOUT_S = 20.0
+BF16 = np.dtype(np.uint16).type  # a bias in bf16 is kept as its bits, which the kernel itself widens
 
 
 class Deadlock(RuntimeError):
@@ -145,8 +147,14 @@ class Tile:
     def reshape(self, shape: Any) -> Tile:
         return Tile(self.array.reshape(shape), self.layout)
 
+    def permute(self, order: tuple[int, ...]) -> Tile:
+        return Tile(self.array.transpose(order), self.layout)
+
     def to(self, dtype: Any) -> Tile:
         return Tile(self.array.astype(dtype), self.layout)
+
+    def __invert__(self) -> Tile:
+        return Tile(~self.array, self.layout)
 
     def _with(self, other: Any, function: Any) -> Tile:
         value = other.array if isinstance(other, Tile) else other
@@ -210,13 +218,14 @@ class Queue(threading.local):
 class Language:
     """What the kernels call ``gl``."""
 
-    float32, int32, int64 = np.float32, np.int32, np.int64
+    float32, bfloat16, int32, int64 = np.float32, BF16, np.int32, np.int64
     static_range = staticmethod(range)
     expand_dims = staticmethod(lambda t, axis: Tile(np.expand_dims(t.array, axis), t.layout))
     convert_layout = staticmethod(lambda t, layout: Tile(t.array, layout))
     constexpr = staticmethod(lambda value: value)
     cast = staticmethod(lambda value, dtype: value)
     join = staticmethod(lambda a, b: Tile(np.stack([a.array, b.array], -1), a.layout))
+    split = staticmethod(lambda t: (Tile(t.array[..., 0], t.layout), Tile(t.array[..., 1], t.layout)))
     BlockedLayout = staticmethod(lambda *_: "blocked")
     exp2 = staticmethod(lambda t: Tile(np.exp2(t.array.astype(np.float32)), t.layout))
     log2 = staticmethod(lambda t: Tile(np.log2(t.array), t.layout))
@@ -290,23 +299,22 @@ class Language:
             for i in range(shape[0]):
                 made[i, 0] = Barrier()
             return Shared(made)
-        return Shared(np.full(shape, np.nan, dtype), dtype)
+        return Shared(np.full(shape, unwritten(np.dtype(dtype)), dtype), dtype)
 
-    def inline_asm_elementwise(self, asm: str, constraints: str, args: Any, **_: Any) -> Any:
-        words = asm.replace(",", " ").replace(";", " ").split()
-        if "tanh.approx.f32" in words:
-            return Tile(np.tanh(args[0].array), args[0].layout)
-        if words[0] in ("mov.b32", "mov.b64"):
-            return args[0]
-        if words[0] == "{":
-            kind, number, threads = words[1:4]
+    def inline_asm_elementwise(
+        self, asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
+    ) -> Any:
+        if asm.startswith("{ bar."):
+            kind, number, threads = asm.replace(",", " ").replace(";", " ").split()[1:4]
             CLOCK.pause()
             with CLOCK.changed:
                 turn = self.named.arrive(number, int(threads))
             if kind == "bar.sync":
                 CLOCK.wait_for(lambda: self.named.completed.get(number, 0) >= turn, asm)
             return 0
-        raise NotImplementedError(asm)
+        if asm in ("mov.b32 $0, $1;", "mov.b64 $0, $1;"):  # of a whole number or a pointer
+            return args[0]
+        return elementwise(asm, constraints.count("="), args, dtype, pack)
 
     def warp_specialize(self, partitions: Any, warps: Any, registers: Any) -> None:
         def run(function: Any, arguments: Any) -> None:
@@ -324,6 +332,28 @@ class Language:
             thread.join()
         if CLOCK.failed is not None:
             raise CLOCK.failed
+
+
+def elementwise(asm: str, results: int, args: Any, dtype: Any, pack: int) -> Tile:
+    """A snippet on each element of tiles, or on pairs of neighbours of 16 bits each in one register."""
+    given = np.broadcast_arrays(*(on_card(tile.array) for tile in args))
+    assert pack == results == 4 // given[0].dtype.itemsize, "as many elements at a time as a register holds"
+    words = [np.ascontiguousarray(array).view(np.uint32) for array in given]
+    found = np.stack(compute(asm, results, words), -1).reshape(given[0].shape)
+    return Tile(np.ascontiguousarray(found).view(dtype), args[0].layout)
+
+
+def on_card(array: Any) -> Any:
+    """Whole numbers as the card holds them, in 32 bits: numpy widens them beside its own."""
+    if array.dtype != np.int64:
+        return array
+    assert (array == array.astype(np.int32)).all()
+    return array.astype(np.int32)
+
+
+def unwritten(dtype: Any) -> Any:
+    """What memory that nobody may read holds: NaN, also as bits of bf16."""
+    return np.iinfo(dtype).max if dtype.kind == "u" else np.nan
 
 
 class MBarrier:
@@ -380,7 +410,7 @@ def load_tile(descriptor: Descriptor, at: Any, barrier: Barrier, shared: Shared)
             barrier.settle()
 
     assert_ordered(shared, CLOCK.loose)
-    shared.array[...] = np.nan  # from now on nobody may read what was there
+    shared.array[...] = unwritten(shared.array.dtype)  # from now on nobody may read what was there
     threading.Thread(target=land, daemon=True).start()
 
 
@@ -458,7 +488,8 @@ def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, A
         scalars += masks.scalars()
     if w.bias is not None:
         bias, told = bias_arguments(inputs.bias, plan)
-        tensors["bias"], pointers["bias"] = bias.float().numpy(), in_memory(bias)
+        tensors["bias"] = bias.view(torch.uint16).numpy() if bias.dtype == torch.bfloat16 else bias.float().numpy()
+        pointers["bias"] = in_memory(bias)
         scalars += told
     descriptors = {f"{name}_desc": Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()}
     pointers = {name: pointers[name] for name, there in plan.pointers.items() if there}

@@ -283,15 +283,23 @@ def test_asking_for_reasons_does_not_import_triton() -> None:
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("longest_first", [False, True])
-@pytest.mark.parametrize(("heads", "row_tiles", "section"), [(1, 1, 1), (6, 5, 4), (7, 3, 2), (5, 4, 5), (9, 1, 4)])
-def test_every_tile_is_some_number_once(heads: int, row_tiles: int, section: int, longest_first: bool) -> None:
-    place, tiles = device_function("_place_of_tile"), heads * row_tiles
-    places = [place(number, row_tiles, tiles, section, longest_first) for number in range(tiles)]
-    assert sorted(places) == [(head, tile) for head in range(heads) for tile in range(row_tiles)]
+@pytest.mark.parametrize(
+    ("batch", "heads", "row_tiles", "section"), [(1, 1, 1, 1), (2, 3, 5, 4), (7, 1, 3, 2), (1, 5, 4, 5), (3, 3, 1, 4)]
+)
+def test_every_tile_is_some_number_once(
+    batch: int, heads: int, row_tiles: int, section: int, longest_first: bool, batch_first: bool
+) -> None:
+    place, tiles = device_function("_place_of_tile"), batch * heads * row_tiles
+    places = [place(i, heads, row_tiles, tiles, section, longest_first, batch_first) for i in range(tiles)]
+    assert sorted(places) == [(head, tile) for head in range(batch * heads) for tile in range(row_tiles)]
+    order = list(dict.fromkeys(head for head, _ in places))  # as they first come
+    if batch_first:  # a head of each batch entry before the next head
+        assert order == [b * heads + h for h in range(heads) for b in range(batch)]
     if longest_first:  # within a section the tiles of later rows, which see more keys, come first
-        for start in range(0, heads, section):
-            inside = [tile for head, tile in places if start <= head < start + section]
+        for start in range(0, len(order), section):
+            inside = [tile for head, tile in places if head in order[start : start + section]]
             assert inside == sorted(inside, reverse=True)
 
 
@@ -379,6 +387,21 @@ def test_when_there_is_a_schedule(text: str, values: dict[str, Any], scheduled: 
     constants = plan.constants()
     assert plan.scheduled == scheduled == ("order" not in constants)
     assert constants["LONGEST_FIRST"] == (plan.workload.causal is not None and not scheduled)
+    assert not constants["BATCH_FIRST"]
+
+
+@pytest.mark.parametrize(
+    ("options", "in_sections", "batch_first"),
+    [
+        ("bias=bf16:1xHxLxS", True, True), ("bias=fp32:1x1xLxS", True, False), ("bias=bf16:BxHxLxS", True, False),
+        ("bias=bf16:1xHx1xS", False, False), ("bias=bf16:1xHxLxS,causal", False, False),
+        ("bias=bf16:1xHxLxS,mask=bool:1x1xLxS", True, True), ("mask=bool:1xHxLxS", True, False),
+    ],
+)  # fmt: skip
+def test_who_shares_a_bias_is_walked_together(options: str, in_sections: bool, batch_first: bool) -> None:
+    """Heads or batch entries that read the same tiles of a bias: they meet in the L2 cache. A table has its own."""
+    constants = Plan(Workload.parse(f"B2,H4,L512,D64,bf16,{options}"), Configuration()).constants()
+    assert (constants["LONGEST_FIRST"], constants["BATCH_FIRST"]) == (in_sections, batch_first)
 
 
 def test_blocks_of_one_tile_need_no_schedule() -> None:

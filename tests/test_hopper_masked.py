@@ -78,6 +78,8 @@ def test_every_broadcast_shape(option: str, pattern: str) -> None:
         "B1,H2,L1,S65,D16,bf16,bias=bf16:1x1xLxS",
         "B1,H2,L65,S1,D16,bf16,bias=bf16:1x1xLxS,mask=bool:1x1xLxS",
         "B1,H2,L1,S300,D256,bf16,mask=bool:1x1x1xS",
+        "B3,H4/2,L260,S136,D16,bf16,bias=bf16:1xHxLxS",
+        "B3,H2/1,L140,S136,D16,bf16,bias=bf16:1xHxLxS,mask=bool:1xHxLxS,causal=bottom_right,softcap=5",
     ],
 )
 def test_with_every_other_option(text: str) -> None:
@@ -86,20 +88,22 @@ def test_with_every_other_option(text: str) -> None:
         agrees(inputs, CONFIGURATIONS[(len(text) + number) % 4], number)
 
 
-@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e30, 3e38])
-def test_a_bias_as_large_as_numbers_go(value: float) -> None:
+@pytest.mark.parametrize("value", [-torch.inf, "least", -1e30, 3e38])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_bias_as_large_as_numbers_go(dtype: str, value: float | str) -> None:
     """-inf hides as a mask does; a row of the least finite number sees every key alike, as the reference says."""
-    inputs = make_inputs(Workload.parse("B1,H2,L70,S130,D16,bf16,bias=fp32:1x1xLxS,sinks"), CPU)
+    inputs = make_inputs(Workload.parse(f"B1,H2,L70,S130,D16,bf16,bias={dtype}:1x1xLxS,sinks"), CPU)
     assert inputs.bias is not None and inputs.sinks is not None
-    inputs.bias[..., :5, :] = value
-    inputs.bias[..., 5:9, :129] = value
-    inputs.bias[..., 9:12, 64:] = value
+    number = torch.finfo(inputs.bias.dtype).min if isinstance(value, str) else value
+    inputs.bias[..., :5, :] = number
+    inputs.bias[..., 5:9, :129] = number
+    inputs.bias[..., 9:12, 64:] = number
     inputs.sinks[0] = -torch.inf
     truth = compute_attention(inputs, backward=False)
     out, lse = run_plan(Plan(inputs.workload, CONFIGURATIONS[0]), inputs, blocks=1, seed=0)
     # Two scores that a double tells apart and a float does not weigh the same: the scores' own rounding.
     rounded = make_rounded(inputs)
-    assert torch.allclose(out.double(), rounded if abs(value) > 1e4 and value != -torch.inf else truth.out, atol=1e-5)
+    assert torch.allclose(out.double(), rounded if abs(number) > 1e4 and number != -torch.inf else truth.out, atol=1e-5)
     seen = truth.lse.isfinite()
     assert torch.equal(lse.isfinite(), seen)
     assert torch.allclose(lse.double()[seen], truth.lse[seen], rtol=1e-6, atol=1e-5)

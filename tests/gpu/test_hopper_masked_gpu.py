@@ -12,16 +12,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnscope import driver
 from attnscope.budgets import expect
 from attnscope.device import Device
 from attnscope.guards import poisoned_memory
 from attnscope.implementation import Prepared, find
-from attnscope.implementations.hopper import Hopper
+from attnscope.implementations.hopper import Hopper, kernel_arguments
 from attnscope.implementations.hopper.entries import Entry
 from attnscope.inputs import INPUT_KINDS, Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.reference import compute_attention
 from attnscope.workload import Workload
+from hopper_probes import ELEMENTS, KEYS, ROWS, compile_probe
 
 pytestmark = pytest.mark.gpu
 PATTERNS = ["x".join(letters) for letters in itertools.product("B1", "H1", "L1", "S1")]
@@ -72,6 +74,10 @@ def test_every_broadcast_shape(option: str, dim: int, gpu: Device) -> None:
         "B1,H2,L350,D64,bf16,scale=-0.2,mask=bool:1x1xLxS,bias=fp32:1x1xLx1",
         "B1,H8/2,L1,S700,D128,bf16,mask=bool:1x1x1xS",
         "B1,H8,L2,S1300,D64,bf16,bias=bf16:1xHxLxS",
+        "B3,H6/2,L1300,S1304,D64,bf16,bias=bf16:1xHxLxS",
+        "B5,H4/1,L700,S800,D128,fp16,bias=fp16:1xHxLxS,softcap=9,layout=blhd",
+        "B3,H4/2,L520,S900,D256,bf16,bias=bf16:1xHxLxS,mask=bool:1xHxLxS,causal=bottom_right",
+        "B3,H5,L1000,D64,fp16,bias=fp16:Bx1xLxS",
         "B4,H12,L512,D64,bf16,layout=qkv,causal,bias=bf16:1xHxLxS",
     ],
 )
@@ -129,19 +135,59 @@ def test_rows_that_a_mask_empties_and_tiles_that_it_skips(gpu: Device) -> None:
     assert not output.out.any() and (output.lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
-def test_a_bias_as_large_as_numbers_go(value: float, gpu: Device) -> None:
-    workload = Workload.parse("B1,H2,L300,D128,bf16,bias=fp32:1x1xLxS")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("hides", [True, False])
+def test_a_bias_as_large_as_numbers_go(hides: bool, dtype: str, dim: int, gpu: Device) -> None:
+    """-inf hides; a row of the least finite number sees every key alike."""
+    workload = Workload.parse(f"B1,H2,L300,D{dim},bf16,bias={dtype}:1x1xLxS")
     prepared, inputs = find("hopper").prepare(workload, gpu), make_inputs(workload, gpu)
     assert inputs.bias is not None
+    value = -torch.inf if hides else torch.finfo(inputs.bias.dtype).min
     inputs.bias[..., :70, :] = value
     inputs.bias[..., 70:90, 64:] = value
     output, truth = prepared.forward(inputs), compute_attention(inputs, backward=False)
-    uniform = inputs.v.double().mean(-2, keepdim=True).expand(1, 2, 70, 128)
-    expected = torch.zeros_like(uniform) if value == -torch.inf else uniform  # the scores are below one unit there
+    uniform = inputs.v.double().mean(-2, keepdim=True).expand(1, 2, 70, dim)
+    expected = torch.zeros_like(uniform) if hides else uniform  # the scores are below one unit there
     assert (output.out[..., :70, :].double() - expected).abs().max().item() < 1e-2
     assert (output.out[..., 70:, :].double() - truth.out[..., 70:, :]).abs().max().item() < 2e-2
-    assert output.lse.isfinite().all() == (value != -torch.inf)
+    assert output.lse.isfinite().all() == (not hides)
+
+
+def run_probe(name: str, gpu: Device, blocks: int, *tensors: torch.Tensor) -> None:
+    """One of the small kernels of ``hopper_probes.py`` on tensors, in its order."""
+    machine = compile_probe(name)
+    handle = driver.load(machine.cubin, machine.name, machine.shared_bytes, gpu.index)
+    function = driver.Function(machine.name, handle, (blocks, 1, 1), machine.threads, machine.shared_bytes)
+    arguments = kernel_arguments([tensor.data_ptr() for tensor in tensors], [])
+    driver.Launches(gpu.index).start(name, (function, arguments))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("probe", "dtype"), [("widened", torch.bfloat16), ("widened_fp16", torch.float16)])
+def test_every_number_of_16_bits_is_widened_to_itself(probe: str, dtype: torch.dtype, gpu: Device) -> None:
+    bits = torch.randperm(2**16, device=gpu.torch_name)
+    given = bits.to(torch.int16).view(dtype)
+    found = torch.full((2**16,), 7.0, device=gpu.torch_name)
+    run_probe(probe, gpu, 2**16 // ELEMENTS, given, found)
+    assert torch.equal(found.isnan(), given.isnan())
+    assert torch.equal(found[~found.isnan()], given.float()[~given.isnan()])
+    if dtype == torch.bfloat16:  # NaN by its bits too
+        assert torch.equal(found.view(torch.int32), (bits << 16).to(torch.int32))
+
+
+def test_bounds_hide_what_lies_beyond_them_and_change_nothing_else(gpu: Device) -> None:
+    """Scores of any bits, NaN among them; limits far beyond the tile."""
+    limits = torch.tensor([*range(-9, 140), -(2**30), -(2**29) - 1, 2**29, 2**30], dtype=torch.int32)
+    tiles = 3 * -(-len(limits) // ROWS)
+    high = limits.repeat(tiles * ROWS // len(limits) + 1)[: tiles * ROWS].to(gpu.torch_name)
+    low = high.roll(5)
+    scores = torch.randint(-(2**31), 2**31, (tiles * ROWS, KEYS), device=gpu.torch_name).to(torch.int32)
+    found = torch.zeros_like(scores)
+    run_probe("hidden", gpu, tiles, scores, low, high, found)
+    column = torch.arange(KEYS, device=gpu.torch_name)
+    seen = (column >= low[:, None]) & (column < high[:, None])
+    assert torch.equal(found, torch.where(seen, scores, torch.tensor(-(2**23), dtype=torch.int32, device=seen.device)))
 
 
 def test_strided_and_expanded_options(gpu: Device) -> None:

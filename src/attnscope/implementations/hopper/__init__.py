@@ -208,6 +208,19 @@ class Plan:
         return schedules.as_table(schedules.balance(costs, self.workload.H, self.section, blocks))
 
     @property
+    def in_sections(self) -> bool:
+        """Whether a tile of rows of all heads of a section is walked before the next, the last tile first: where tiles
+        may differ in length and no table deals them, and where heads may share tiles of a bias in the L2 cache."""
+        w = self.workload
+        return (w.causal is not None or w.mask is not None or self.bias_kind == BIAS_TILE) and not self.scheduled
+
+    @property
+    def batch_shares_bias(self) -> bool:
+        """Whether batch entries read the same tiles of a bias, and heads read others."""
+        batch, heads, _, _ = self.workload.broadcast_shape(self.workload.bias_shape)
+        return self.bias_kind == BIAS_TILE and batch == 1 < min(heads, self.workload.B)
+
+    @property
     def masked(self) -> bool:
         """Whether some tile of keys needs a mask that follows from its rows; a bool mask's bits hold geometry too."""
         w = self.workload
@@ -232,7 +245,8 @@ class Plan:
             "GUARDED": self.masked or w.mask is not None or w.bias is not None,  # a row may see no key of a tile
             "CAPPED": w.softcap is not None,
             "PRESCALED": self.prescaled,
-            "LONGEST_FIRST": (w.causal is not None or w.mask is not None) and not self.scheduled,
+            "LONGEST_FIRST": self.in_sections,
+            "BATCH_FIRST": self.in_sections and self.batch_shares_bias,
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
             "LAZY_SUM": c.lazy_sum,

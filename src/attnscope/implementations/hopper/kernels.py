@@ -93,8 +93,12 @@ def _tile_number(turn, order):
 
 
 @_device
-def _place_of_tile(number, row_tiles, tiles, section, LONGEST_FIRST: gl.constexpr):
-    """(head counted over the batch, tile of rows) of a tile: a bijection."""
+def _place_of_tile(number, H, row_tiles, tiles, section, LONGEST_FIRST: gl.constexpr, BATCH_FIRST: gl.constexpr):
+    """(head counted over the batch, tile of rows) of a tile: a bijection.
+
+    LONGEST_FIRST walks sections of heads, a tile of rows of each before the next; BATCH_FIRST counts a head of all
+    batch entries before the next head.
+    """
     if LONGEST_FIRST:
         heads = tiles // row_tiles
         first = number // (section * row_tiles) * section
@@ -105,6 +109,9 @@ def _place_of_tile(number, row_tiles, tiles, section, LONGEST_FIRST: gl.constexp
     else:
         head = number // row_tiles
         tile = number - head * row_tiles
+    if BATCH_FIRST:
+        batch = tiles // row_tiles // H
+        head = head % batch * H + head // batch
     return head, tile
 
 
@@ -280,7 +287,7 @@ def _producer(
     sizes, pointers, mask_sizes, bias_sizes,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, BATCH_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads what the groups will read, in the order in which they read it."""
     H, group, L, S, row_tiles, tiles, section, window = sizes
@@ -295,7 +302,7 @@ def _producer(
     visits = 0
     coming = _tile_number(0, order)
     for turn in range(_tiles_of_block(tiles, order)):
-        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
         coming = _tile_number(turn + 1, order)  # early: nobody waits for it
         b = head // H
         h = head - b * H
@@ -345,9 +352,8 @@ def _producer(
 
 
 @_device
-def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked, W: gl.constexpr,
-            BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr, CAPPED: gl.constexpr,
-            PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+def _scores(s, key, rows, low, high, words, bias, S, offset, slope, scale, cap, masked, BIAS: gl.constexpr,
+            CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """What the online softmax sees: products, capped, biased, -inf where hidden; ``scale`` times them is in log2.
 
     With a bias they are natural. Only tiles for which ``masked`` holds run the mask's instructions.
@@ -362,15 +368,16 @@ def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scal
         if PRESCALED:
             s = s * scale
     else:
-        s = s * scale + _bias(s, bias, visits, key, S, W, BIAS, BIAS_SLOTS)
+        s = s * scale + _bias(s, bias, key, S, BIAS)
     if SLOPED:
         distance = gl.expand_dims(rows + (offset - key), 1) - gl.expand_dims(columns, 0)
         s = s - slope * gl.abs(distance).to(gl.float32)
     if MASKED:  # noqa: SIM102, for one is known to the compiler, the other on the card
         if masked:
-            s = _hide(s, high - key, True)
+            before = None
             if low is not None:
-                s = _hide(s, low - key, False)
+                before = low - key
+            s = _hide_by_words(s, _words_between(before, high - key, s))
     if words is not None:  # noqa: SIM102
         if masked:
             s = _hide_by_words(s, words)
@@ -378,24 +385,16 @@ def _scores(s, key, rows, low, high, words, bias, visits, S, offset, slope, scal
 
 
 @_device
-def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+def _bias(s, bias, key, S, BIAS: gl.constexpr):
     """What is added to the tile ``s`` of scores from key ``key`` on, natural.
 
-    That is a tile of the group's ring (BIAS 1), of shape (64, KEYS), a row of the bias (2), (1, KEYS), or a column of
-    it (3), (64, 1), which is at hand.
+    That is a tile of the group's ring (BIAS 1), of shape (64, KEYS), which was read, a row of the bias (2), (1, KEYS),
+    or a column of it (3), (64, 1), which is at hand.
     """
     KEYS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     if BIAS == 1:
-        ring, full, empty = bias
-        place = W * BIAS_SLOTS + visits % BIAS_SLOTS
-        mbarrier.wait(full.index(place), visits // BIAS_SLOTS & 1)
-        found = _matrix(ring.index(place)).load(LAYOUT)
-        # A barrier of threads orders their reads before each other's writes, not before TMA's: of that a fence is told.
-        fence_async_shared()
-        thread_barrier()  # all four warps have read it
-        mbarrier.arrive(empty.index(place), count=1)
-        found = found.to(gl.float32)
+        found = _widened(bias)
     elif BIAS == 2:
         first, step = bias
         keys = key + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))  # each key is one thread's
@@ -407,64 +406,140 @@ def _bias(s, bias, visits, key, S, W: gl.constexpr, BIAS: gl.constexpr, BIAS_SLO
 
 
 @_device
-def _words_of(words, entry, zero):
-    """The bits, (64, 4) int32, of the tile of keys that ``entry`` names, of the group's ``words``; None: no mask."""
-    found = None
-    if words is not None:
-        ROWS: gl.constexpr = zero.shape[0]
-        KEYS: gl.constexpr = zero.shape[1]
-        without_e: gl.constexpr = gl.SliceLayout(3, zero.reshape([ROWS, KEYS // 8, 4, 2]).type.layout)
-        layout: gl.constexpr = gl.SliceLayout(1, without_e)
-        row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-        found = gl.load(words + gl.cast(entry >> 1, gl.int64) * (ROWS * 4) + (row * 4 + lane))
+def _await_bias(bias, visits, W: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+    """Wait for this visit's tile of the bias; products run meanwhile."""
+    _ring, full, _empty = bias
+    mbarrier.wait(full.index(_bias_place(visits, W, BIAS_SLOTS)), visits // BIAS_SLOTS & 1)
+
+
+@_device
+def _read_bias(s, bias, visits, W: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+    """The tile that was waited for, as a thread holds the scores ``s``; its slot is given back."""
+    ring, _full, empty = bias
+    place = _bias_place(visits, W, BIAS_SLOTS)
+    found = _matrix(ring.index(place)).load(s.type.layout)
+    # A barrier of threads orders their reads before each other's writes, not before TMA's: of that a fence is told.
+    fence_async_shared()
+    thread_barrier()  # all four warps have read it
+    mbarrier.arrive(empty.index(place), count=1)
     return found
 
 
 @_device
-def _hide_by_words(s, words):
-    """Scores, -inf where the bit of a column is 0.
-
-    Word (row, lane) holds the columns that one thread holds of one row: bit 2 i + e is column 8 i + 2 lane + e.
-    """
-    ROWS: gl.constexpr = s.shape[0]
-    KEYS: gl.constexpr = s.shape[1]
-    parts = s.reshape([ROWS, KEYS // 8, 4, 2])
-    without_e: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
-    without_lane: gl.constexpr = gl.SliceLayout(2, without_e)
-    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))
-    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, without_lane))
-    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 2
-    bit = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
-    word = gl.expand_dims(gl.expand_dims(words, 1), 3)
-    parts = gl.where(((word >> bit) & 1) != 0, parts, float("-inf"))
-    return gl.convert_layout(parts.reshape([ROWS, KEYS]), s.type.layout)
+def _bias_place(visits, W: gl.constexpr, BIAS_SLOTS: gl.constexpr):
+    """The place of a visit's tile in the rings of all groups."""
+    slot = visits % BIAS_SLOTS
+    if BIAS_SLOTS > 1:  # else each of a thread's addresses is kept in a register from one tile to the next
+        slot = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1)
+    return W * BIAS_SLOTS + slot
 
 
 @_device
-def _hide(s, limit, ABOVE: gl.constexpr):
-    """Scores, -inf in columns from ``limit`` of the row on (ABOVE), or before it.
+def _widened(tile):
+    """A tile as fp32. Triton takes three instructions for two bf16 in one register; these are two, one for each."""
+    if tile.dtype == gl.bfloat16:
+        found = gl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", "=f,=f,r", [tile], dtype=gl.float32, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        found = tile.to(gl.float32)
+    return found
 
-    A thread holds columns 8 i + 2 lane + e: seen so, i and e are numbers in the code, and only the limit is computed.
-    """
+
+@_device
+def _words_of(words, entry, zero):
+    """The bits, (4, 8, 4) int32 of rows 0 to 7 and of rows 8 to 15 of each warp, of the tile of keys that ``entry``
+    names, of the group's ``words``; None: no mask."""
+    found = None
+    if words is not None:
+        upper, _lower = _halves(zero)
+        layout: gl.constexpr = _lanes(upper).type.layout
+        without_e: gl.constexpr = gl.SliceLayout(4, layout)
+        of_lane: gl.constexpr = gl.SliceLayout(2, without_e)
+        warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, of_lane)))
+        row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, of_lane)))
+        lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, of_lane)))
+        places = gl.expand_dims(gl.expand_dims(warp, 1), 2) * 64 + gl.expand_dims(gl.expand_dims(row, 0), 2) * 4
+        places = words + gl.cast(entry >> 1, gl.int64) * 256 + (places + gl.expand_dims(gl.expand_dims(lane, 0), 0))
+        found = (gl.load(places), gl.load(places + 32))
+    return found
+
+
+@_device
+def _halves(s):
+    """Rows 0 to 7 and rows 8 to 15 of each warp's 16, each of shape (4, 8, KEYS): the two rows that a thread holds."""
+    KEYS: gl.constexpr = s.shape[1]
+    return gl.split(s.reshape([4, 2, 8, KEYS]).permute((0, 2, 3, 1)))
+
+
+@_device
+def _lanes(half):
+    """(4, 8, KEYS) as (4, 8, KEYS / 8, 4, 2): a thread holds columns 8 i + 2 lane + e."""
+    KEYS: gl.constexpr = half.shape[2]
+    return half.reshape([4, 8, KEYS // 8, 4, 2])
+
+
+@_device
+def _hide_by_words(s, words):
+    """Scores, -inf where the bit of a column is 0."""
     ROWS: gl.constexpr = s.shape[0]
     KEYS: gl.constexpr = s.shape[1]
-    parts = s.reshape([ROWS, KEYS // 8, 4, 2])
-    without_e: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
-    without_lane: gl.constexpr = gl.SliceLayout(2, without_e)
-    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, without_e)))
-    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, without_lane))
-    limit = gl.expand_dims(gl.convert_layout(limit, gl.SliceLayout(1, without_lane)), 1)
-    limit = gl.expand_dims(limit, 2) - 2 * gl.expand_dims(gl.expand_dims(lane, 0), 0)
-    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3) * 8
-    column = first + gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 0), 0)
-    limit = gl.expand_dims(limit, 3)
-    if ABOVE:  # noqa: SIM108
-        parts = gl.where(column < limit, parts, float("-inf"))
-    else:
-        parts = gl.where(column >= limit, parts, float("-inf"))
-    return gl.convert_layout(parts.reshape([ROWS, KEYS]), s.type.layout)
+    upper, lower = _halves(s)
+    upper_words, lower_words = words
+    upper = _hide_by_word(_lanes(upper), upper_words).reshape([4, 8, KEYS])
+    lower = _hide_by_word(_lanes(lower), lower_words).reshape([4, 8, KEYS])
+    s_layout: gl.constexpr = s.type.layout
+    return gl.convert_layout(gl.join(upper, lower).permute((0, 3, 1, 2)).reshape([ROWS, KEYS]), s_layout)
+
+
+@_device
+def _hide_by_word(parts, words):
+    """``parts``, (4, 8, i, 4, 2), -inf where bit 2 i + e of the word of a row and lane is 0."""
+    COUNT: gl.constexpr = parts.shape[2]
+    layout: gl.constexpr = parts.type.layout
+    of_e: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    of_i: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    e = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, of_e), 0), 0), 0), 0)
+    i = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, COUNT, of_i), 0), 0), 3), 4)
+    word = gl.expand_dims(gl.expand_dims(words, 2), 4)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .pred p; and.b32 t, $2, $3; setp.ne.s32 p, t, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [parts, word, 1 << (2 * i + e)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@_device
+def _words_between(low, high, zero):
+    """The same bits of the columns from ``low`` of the row, unless that is None, to below ``high``."""
+    upper, lower = _words_below(high, zero)
+    if low is not None:
+        upper_before, lower_before = _words_below(low, zero)
+        upper = upper & ~upper_before
+        lower = lower & ~lower_before
+    return upper, lower
+
+
+@_device
+def _words_below(limit, zero):
+    """Bits of the columns below ``limit``, a number for each of 64 rows."""
+    upper, lower = gl.split(limit.reshape([4, 2, 8]).permute((0, 2, 1)))
+    return _word_below(upper, zero), _word_below(lower, zero)
+
+
+@_device
+def _word_below(limit, zero):
+    """(4, 8, 4) words of (4, 8) limits: bit 2 i + e is set where 8 i + 2 lane + e is below the limit."""
+    parts, _ = _halves(zero)
+    layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, _lanes(parts).type.layout))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    limit = gl.expand_dims(gl.convert_layout(limit, gl.SliceLayout(2, layout)), 2)
+    limit = limit - 2 * gl.expand_dims(gl.expand_dims(lane, 0), 0)
+    count = (limit >> 3) * 2 + gl.minimum(limit & 7, 2)
+    return gl.inline_asm_elementwise(  # a shift by 32 leaves nothing, which no operator promises
+        "{ .reg .b32 t; mov.b32 t, -1; shr.u32 $0, t, $1; }", "=r,r", [32 - gl.minimum(gl.maximum(count, 0), 32)],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @_device
@@ -519,11 +594,16 @@ def _one_more_tile(
         sums = multiply(p, _matrix(ring.index(v_slot)), acc, is_async=True)
         if PINGPONG:
             _give_turn((W + 1) % GROUPS)
+        if BIAS == 1:
+            _await_bias(bias, visits, W, BIAS_SLOTS)
         s = multiplied(1, deps=(products,))
+        added = bias
+        if BIAS == 1:
+            added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
         mbarrier.arrive(empty.index(slot), count=1)
         s = _scores(
-            s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked,
-            W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+            s, key, rows, low, high, words, added, S, offset, slope, scale, cap, masked,
+            BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
         p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
         acc = multiplied(0, deps=(sums,))
@@ -536,14 +616,19 @@ def _one_more_tile(
         sums = multiply(p, _matrix(ring.index(slot)), acc, is_async=True)
         mbarrier.wait(full.index(k_slot), k_phase)
         products = multiply(q, _matrix(ring.index(k_slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if BIAS == 1:
+            _await_bias(bias, visits, W, BIAS_SLOTS)
         acc, s = multiplied(0, deps=(sums, products))
+        added = bias
+        if BIAS == 1:
+            added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
         mbarrier.arrive(empty.index(slot), count=1)
         mbarrier.arrive(empty.index(k_slot), count=1)
         if PINGPONG:
             _wait_turn(W)
         s = _scores(
-            s, key, rows, low, high, words, bias, visits, S, offset, slope, scale, cap, masked,
-            W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+            s, key, rows, low, high, words, added, S, offset, slope, scale, cap, masked,
+            BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
         p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
         if PINGPONG:
@@ -566,8 +651,8 @@ def _consumer(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, KEYS: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
+    BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    KEYS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """One group of 128 threads: 64 rows of each tile."""
     H, _group, L, S, row_tiles, tiles, section, window = sizes
@@ -591,7 +676,7 @@ def _consumer(
         _give_turn(0)
     coming = _tile_number(0, order)
     for turn in range(_tiles_of_block(tiles, order)):
-        head, tile = _place_of_tile(coming, row_tiles, tiles, section, LONGEST_FIRST)
+        head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
         coming = _tile_number(turn + 1, order)  # early: nobody waits for it
         b = head // H
         h = head - b * H
@@ -624,6 +709,7 @@ def _consumer(
             number, listed = _list_of(lists, b, h, tile, mask_sizes)
             count = gl.load(listed)
             entry = gl.load(listed + 1)
+            after = gl.load(listed + gl.minimum(count, 2))
             bits = words + gl.cast(number * GROUPS + W, gl.int64) * mask_sizes[3]
         bias = bias_ring
         if BIAS > 1:
@@ -638,7 +724,13 @@ def _consumer(
         mbarrier.wait(full.index(slot), phase)
         mbarrier.wait(q_full.index(place), q_phase)
         products = multiply(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if BIAS == 1:
+            _await_bias(bias, visits, W, BIAS_SLOTS)
         s = multiplied(0, deps=(products,))
+        added = bias
+        if BIAS == 1:
+            added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
+            visits += 1
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = _next_slot(slot, phase, SLOTS)
         # With two slots the output of the tile before lies in the one that the next tile's Q waits for.
@@ -648,18 +740,17 @@ def _consumer(
                 mbarrier.arrive(q_empty.index(W * Q_SLOTS + 1 - q_slot), count=1)
         key_tile, needs = _visit(0, entry, walk)
         s = _scores(
-            s, key_tile * KEYS, rows, low, high, _words_of(bits, entry, zero), bias, visits, S,
-            offset, slope, scale, cap, needs, W, BIAS, BIAS_SLOTS, CAPPED, PRESCALED, SLOPED, MASKED,
+            s, key_tile * KEYS, rows, low, high, _words_of(bits, entry, zero), added, S,
+            offset, slope, scale, cap, needs, BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
-        if BIAS == 1:
-            visits += 1
         top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         p32, top, total, _ = _softmax(s, top, 0.0, unit, GUARDED, BIAS != 0, LAZY_SUM)
         p = gl.convert_layout(p32.to(q.dtype), p_layout)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
         for j in range(1, count):
-            if lists is not None:
-                entry = gl.load(listed + 1 + j)
+            if lists is not None:  # a tile ahead: products are not queued before its entry is known
+                entry = after
+                after = gl.load(listed + gl.minimum(j + 2, count))
             key_tile, needs = _visit(j, entry, walk)
             slot, phase, acc, p, top, total = _one_more_tile(
                 key_tile * KEYS, needs, _words_of(bits, entry, zero), bias, visits, S,
@@ -725,7 +816,7 @@ def hopper_attention_forward(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all tiles; see the module's docstring."""
@@ -768,18 +859,19 @@ def hopper_attention_forward(
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
                     bias_ring, sizes, pointers, mask_sizes, bias_sizes,
-                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
+                    BATCH_FIRST, OVERLAP,
                 )),
             ],
             [4, 1],
@@ -792,24 +884,25 @@ def hopper_attention_forward(
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(2),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
                     bias_ring, sizes, pointers, mask_sizes, bias_sizes,
-                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST, OVERLAP,
+                    GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
+                    BATCH_FIRST, OVERLAP,
                 )),
             ],
             [4, 4, 1],
