@@ -43,6 +43,7 @@ class Configuration(Settings, owner="hopper_cuda"):
     ``query_slots``: 2 copies the next tile's queries while this one's are used. ``cluster``: so many neighbouring
     blocks take neighbouring heads of a group, or rows of a head, and copy keys and values once, for all of them.
     ``split``: where rows see all keys and the last round would leave blocks idle, its tiles' keys are dealt to all.
+    ``early``: a tile's first scores are computed beside the last values of the tile before.
     """
 
     groups: int
@@ -56,6 +57,7 @@ class Configuration(Settings, owner="hopper_cuda"):
     query_slots: int = 1
     cluster: int = 1
     split: bool = False
+    early: bool = False
 
     @property
     def rows(self) -> int:
@@ -117,6 +119,12 @@ class Configuration(Settings, owner="hopper_cuda"):
         gain = key_tiles - share - COSTS_A_SPLIT
         return share >= LEAST_PIECE and gain >= LEAST_GAIN * (whole_turns + 1) * key_tiles
 
+    def starts_early(self, workload: Workload) -> bool:
+        """Whether the next tile's first scores are computed beside this one's last values: only where each row sees a
+        key and no window hides first ones."""
+        sees = workload.causal is None or workload.query_offset(0) >= 0
+        return self.early and not self.split and workload.window is None and sees
+
     def by_table(self, workload: Workload, multiprocessors: int) -> bool:
         """Whether a table says which cluster computes which tile: not where each has one tile at most."""
         helps = self.clusters(workload, multiprocessors) < self.tiles(workload) <= MAX_TABLE_TILES
@@ -132,7 +140,7 @@ class Configuration(Settings, owner="hopper_cuda"):
             "REGISTERS_GROUP": multiplying, "PING_PONG": int(self.ping_pong and self.groups > 1),
             "SNAKE": int(self.snake), "SLACK": self.slack, "TABLE": int(self.by_table(workload, multiprocessors)),
             "QUERY_SLOTS": self.query_slots, "CLUSTER": self.cluster, "CLUSTER_HEADS": self.cluster_heads(workload),
-            "SPLIT": int(self.splits(workload, multiprocessors)),
+            "SPLIT": int(self.splits(workload, multiprocessors)), "EARLY": int(self.starts_early(workload)),
             "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
         }  # fmt: skip
 
@@ -182,6 +190,7 @@ ONE_A_TILE: dict[str, Any] = {"persistent": False}
 TABLE: dict[str, Any] = {"schedule": "table"}
 PAIRS: dict[str, Any] = {"cluster": 2}
 SPLIT: dict[str, Any] = {"split": True}
+EARLY: dict[str, Any] = {"early": True}
 
 # Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
 # fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dims
@@ -200,6 +209,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (64, True, True): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
         Configuration(2, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4),
+        Configuration(3, 128, 4, **TABLE, query_slots=2, **EARLY),
+        Configuration(2, 128, 4, **TABLE, query_slots=2, **EARLY),
     ),
     (64, True, False): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
@@ -221,6 +232,7 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 128, 2, **TABLE, query_slots=2),
         Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2),
         Configuration(2, 128, 2, **TABLE), Configuration(2, 128, 2, **ONE_A_TILE),
+        Configuration(2, 128, 2, **TABLE, query_slots=2, **EARLY),
     ),
     (128, True, False): (
         Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 176, 2, False, **TABLE, slack=8),
@@ -338,9 +350,9 @@ def usual(workload: Workload) -> Configuration:
 
 
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
-    """Configurations worth timing for this workload, the usual one first; each fits, all its blocks have rows, and one
-    that may cut keys does."""
+    """Configurations worth timing for this workload, the usual one first; each fits, all its blocks have rows, and does
+    what it may do: cuts keys, starts early."""
     w, multiprocessors = workload, device.multiprocessors or MULTIPROCESSORS
     fitting = (one for one in choices(w) if one.fits(w.D, w.D_v))
     in_use = (one for one in fitting if w.L > one.rows or one.cluster == one.cluster_heads(w))
-    return [one for one in in_use if not one.split or one.splits(w, multiprocessors)]
+    return [one for one in in_use if one.split <= one.splits(w, multiprocessors) and one.early <= one.starts_early(w)]

@@ -22,6 +22,8 @@
 //              `order` tells: three numbers a turn and cluster, the tile (-1: as without a table) and begin and end of its
 //              tiles of keys (alike: no more), the first row for all full rounds, then one a turn. A piece's sums go to
 //              `parts`, its maximum and sum of weights to `part_rows`; combine.cu puts the pieces of a tile together
+//   EARLY      (no WINDOW, no SPLIT, each row sees a key) the next tile's first scores are computed beside this one's last
+//              values
 //   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
 // scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L). by_X is
 // 2^62 / X, rounded up.
@@ -235,6 +237,14 @@ template <bool First, bool Masked> __device__ __forceinline__ void softmax_tile(
   }
 }
 
+// A group's first row, and the tiles of keys, begin .. end - 1, that its rows see.
+struct Sight {
+  int first, begin, end;
+};
+
+// What is the same for a warp, so that the compiler knows it, too.
+__device__ __forceinline__ bool alike(bool x) { return __all_sync(FULL_WARP, x); }
+
 // What a warpgroup holds of its 64 rows.
 struct Group {
   float s[SCORE_TILES][4], acc[DIM_TILES][4];
@@ -304,14 +314,16 @@ struct Group {
 
   // A tile of keys; `last`: no tile after this one needs the queries.
   template <bool First, bool Masked> __device__ __forceinline__ void attend(int tile, bool last) {
-    wait_for(&barriers->k_full[keys.stage], keys.phase);
-    take_turn();
-    start_scores();
-    if (!First) {
-      await_values();
-      start_values();
+    if (!EARLY || !First) {
+      wait_for(&barriers->k_full[keys.stage], keys.phase);
+      take_turn();
+      start_scores();
+      if (!First) {
+        await_values();
+        start_values();
+      }
+      end_turn();
     }
-    end_turn();
     wait_for_products<First ? 0 : 1>();
     settle<SCORE_TILES>(s);
     release_shared(&barriers->k_empty[keys.stage]);
@@ -339,8 +351,15 @@ struct Group {
     values.next();
   }
 
-  __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
-    int first = work.first + 64 * index, row = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  // What this group's rows see of a tile of rows.
+  __device__ __forceinline__ Sight sight(const Work& work, const Shape& shape) const {
+    int first = work.first + 64 * index;
+    int end = DIAGONAL ? min(tiles_of(max(min(first + 64, shape.L) - 1 + shape.reach, 0)), work.end) : work.end;
+    if (first >= shape.L) end = work.begin;
+    return {first, WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin, end};
+  }
+  __device__ __forceinline__ void begin_rows(int first, const Shape& shape) {
+    int row = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       rows.top[r] = negative_infinity();
@@ -350,36 +369,89 @@ struct Group {
     }
 #pragma unroll
     for (int n = 0; n < DIM_TILES; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
-    int end = DIAGONAL ? min(tiles_of(max(min(first + 64, shape.L) - 1 + shape.reach, 0)), work.end) : work.end;
-    if (first >= shape.L) end = work.begin;
-    int begin = WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin, tile = work.end - 1;
+  }
+
+  // A tile of rows; where EARLY, without what comes before its first scores and after its last ones.
+  __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
+    Sight seen = sight(work, shape);
+    begin_rows(seen.first, shape);
+    int tile = (EARLY ? seen.end : work.end) - 1;
 #pragma unroll 1
-    for (; tile >= end; tile--) skip();
-    if (tile < begin) {
+    for (; !EARLY && tile >= seen.end; tile--) skip();
+    if (!EARLY && tile < seen.begin) {
       if (work.begin < work.end) release(&barriers->q_empty[queries.stage]);
     } else {
-      attend<true, true>(tile, tile == begin);
+      attend<true, true>(tile, tile == seen.begin);
       tile--;
       if (WINDOW) {
 #pragma unroll 1
-        for (; tile >= begin; tile--) {
-          bool all_seen = (!DIAGONAL || (tile + 1) * KEYS <= first + shape.reach) && tile * KEYS >= first + 63 + shape.lag;
-          if (all_seen) attend<false, false>(tile, tile == begin);
-          else attend<false, true>(tile, tile == begin);
+        for (; tile >= seen.begin; tile--) {
+          bool all_seen = (!DIAGONAL || (tile + 1) * KEYS <= seen.first + shape.reach) &&
+                          tile * KEYS >= seen.first + 63 + shape.lag;
+          if (all_seen) attend<false, false>(tile, tile == seen.begin);
+          else attend<false, true>(tile, tile == seen.begin);
         }
       } else {
         if (DIAGONAL)
 #pragma unroll 1
-          for (; tile >= begin && (tile + 1) * KEYS > first + shape.reach; tile--) attend<false, true>(tile, tile == begin);
+          for (; tile >= seen.begin && (tile + 1) * KEYS > seen.first + shape.reach; tile--)
+            attend<false, true>(tile, tile == seen.begin);
 #pragma unroll 1
-        for (; tile >= begin; tile--) attend<false, false>(tile, tile == begin);
+        for (; tile >= seen.begin; tile--) attend<false, false>(tile, tile == seen.begin);
       }
+      if (!EARLY) {
+        await_values();
+        start_values();
+        end_values();
+      }
+    }
+#pragma unroll 1
+    for (; !EARLY && tile >= work.begin; tile--) skip();
+  }
+
+  // EARLY: the tile `next`, as `work`, whose first scores are there if `begun`; then what follows it becomes `next`, whose
+  // first scores are computed beside the last values. Not where it has keys to skip: their values would wait for these.
+  // Scores wait for the values, too: products that go on into the next round of a loop are made serial by the compiler.
+  __device__ __forceinline__ bool walk_on(Turns& turns, Work& work, Work& next, bool& begun, const Shape& shape) {
+    work = next;
+    Sight seen = sight(work, shape);
+    bool any = alike(seen.begin < seen.end);
+    if (alike(!begun)) {
+      wait_for(&barriers->q_full[queries.stage], queries.phase);
+#pragma unroll 1
+      for (int tile = work.end - 1; tile >= seen.end; tile--) skip();
+      if (any) compute_first(false);
+    }
+    if (any) walk(work, shape);
+    else release(&barriers->q_empty[queries.stage]);
+    queries.next();
+    bool more = turns.take(next, shape);
+    if (more) turns.look_ahead(shape);
+    seen = sight(next, shape);
+    begun = alike(more && any && seen.begin < seen.end && seen.end == next.end);
+    if (begun) {
+      wait_for(&barriers->q_full[queries.stage], queries.phase);
+      compute_first(true);
+    } else if (any) {
       await_values();
       start_values();
       end_values();
     }
-#pragma unroll 1
-    for (; tile >= work.begin; tile--) skip();
+    return more;
+  }
+  // A tile's first scores, `beside` the last values of the tile before.
+  __device__ __forceinline__ void compute_first(bool beside) {
+    wait_for(&barriers->k_full[keys.stage], keys.phase);
+    take_turn();
+    start_scores();
+    if (beside) {
+      await_values();
+      start_values();
+    }
+    end_turn();
+    if (beside) end_values();
+    else wait_for_products<0>();
+    settle<SCORE_TILES>(s);
   }
 
   // Sums as they are, this lane's of two rows of `parts`.
@@ -468,18 +540,25 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     own.value_operand = describe_operand(values, KEYS * ROW_BYTES);
     own.scale2 = scale * LOG2_E;
     if (PING_PONG && own.index == 0) pass<256>(FIRST_TURN);
+    Work next;
+    bool more = EARLY && turns.take(next, shape), begun = false;
+    if (more) turns.look_ahead(shape);
 #pragma unroll 1
-    while (turns.take(work, shape)) {
-      if (work.begin < work.end) wait_for(&barriers->q_full[own.queries.stage], own.queries.phase);
-      own.walk(work, shape);
-      if (work.begin < work.end) own.queries.next();
-      turns.look_ahead(shape);  // here, where registers are free and there is the result to store meanwhile
+    while (EARLY ? more : turns.take(work, shape)) {
+      if (EARLY) {
+        more = own.walk_on(turns, work, next, begun, shape);
+      } else {
+        if (work.begin < work.end) wait_for(&barriers->q_full[own.queries.stage], own.queries.phase);
+        own.walk(work, shape);
+        if (work.begin < work.end) own.queries.next();
+        turns.look_ahead(shape);  // here, where registers are free and there is the result to store meanwhile
+      }
       int row = work.first + 64 * own.index + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       // In `parts`: of a piece, what the cluster's blocks have, heads one after the other, or tiles of rows.
       int piece = (turns.turn - 1 - whole_turns) * turns.clusters() + turns.cluster();
       int place = CLUSTER_HEADS > 1 ? blockIdx.x % CLUSTER : work.first / QUERIES % CLUSTER;
       int part_row = (piece * CLUSTER + place) * QUERIES + row - work.first;
-      bool part = SPLIT && __all_sync(FULL_WARP, turns.turn > whole_turns);  // now the compiler knows, too
+      bool part = SPLIT && alike(turns.turn > whole_turns);  // now the compiler knows, too
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
