@@ -172,8 +172,8 @@ def change_source(tmp_path, monkeypatch, stands: str, instead: str, which: str =
     ("stands", "instead"),
     [
         (
-            "wait_for(&barriers->k_full[keys.stage], keys.phase);\n    take_turn();\n    start",
-            "take_turn();\n    start",
+            "wait_for(&barriers->k_full[keys.stage], keys.phase);\n      take_turn();\n      start",
+            "take_turn();\n      start",
         ),
         ("    wait_for_products<First ? 0 : 1>();\n", ""),
         ("    wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);\n", ""),
@@ -187,8 +187,8 @@ def change_source(tmp_path, monkeypatch, stands: str, instead: str, which: str =
         ("      if (work.begin < work.end) own.queries.next();\n", ""),
         ("queries + query_ring.stage * QUERY_BYTES, *q", "queries, *q"),
         ("query_operand + queries.stage * (QUERY_BYTES >> 4)", "query_operand"),
-        ("        turns.look_ahead();\n        copies", "        copies"),
-        ("      turns.look_ahead();  //", "  //"),
+        ("        turns.look_ahead(shape);\n        copies", "        copies"),
+        ("      turns.look_ahead(shape);  //", "  //"),
         ("(tile + 1) * KEYS > first + shape.reach; tile--)", "tile * KEYS > first + shape.reach; tile--)"),
     ],
 )

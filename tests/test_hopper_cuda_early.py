@@ -69,21 +69,21 @@ def test_early_scores_change_no_bit(emulated):  # noqa: F811
         ("      compute_first(true);\n", "      compute_first(false);\n"),
         ("    if (beside) end_values();\n", "    if (beside) wait_for_products<0>();\n"),
         ("begun = alike(more && any &&", "begun = alike(any &&"),
-        (" && seen.end == next.end);", ");"),
+        (" && end == next.end);", ");"),
         ("    } else if (any) {\n      await_values();", "    } else if (false) {\n      await_values();"),
         ("    work = next;\n", ""),
         ("    else release(&barriers->q_empty[queries.stage]);\n    queries.next();", "    queries.next();"),
         ("    queries.next();\n    bool more", "    bool more"),
+        ("    if (more) turns.look_ahead(shape);\n    end", "    end"),
+        ("tile = (EARLY ? end : work.end) - 1;", "tile = work.end - 1;"),
         ("    if (begun) {\n      wait_for(&barriers->q_full[queries.stage], queries.phase);", "    if (begun) {"),
-        ("    if (more) turns.look_ahead(shape);\n    seen", "    seen"),
-        ("int tile = (EARLY ? seen.end : work.end) - 1;", "int tile = work.end - 1;"),
     ],
 )
 def test_the_emulator_sees_what_early_scores_may_lack(emulated, tmp_path, monkeypatch, stands, instead):  # noqa: F811
     change_source(tmp_path, monkeypatch, stands, instead)
     with pytest.raises(AssertionError):
-        for text in ("B1,H3,L300,D16,bf16,causal", "B1,H5,L128,D16,bf16,causal"):
-            check(emulated, text, EARLY, 2)
+        for text, slots in itertools.product(("B1,H3,L300,D16,bf16,causal", "B1,H5,L128,D16,bf16,causal"), (2, 1)):
+            check(emulated, text, dataclasses.replace(EARLY, query_slots=slots), 2)
 
 
 def test_scores_begin_early_only_where_each_row_sees_a_key():

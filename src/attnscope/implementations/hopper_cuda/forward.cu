@@ -237,11 +237,6 @@ template <bool First, bool Masked> __device__ __forceinline__ void softmax_tile(
   }
 }
 
-// A group's first row, and the tiles of keys, begin .. end - 1, that its rows see.
-struct Sight {
-  int first, begin, end;
-};
-
 // What is the same for a warp, so that the compiler knows it, too.
 __device__ __forceinline__ bool alike(bool x) { return __all_sync(FULL_WARP, x); }
 
@@ -351,12 +346,11 @@ struct Group {
     values.next();
   }
 
-  // What this group's rows see of a tile of rows.
-  __device__ __forceinline__ Sight sight(const Work& work, const Shape& shape) const {
-    int first = work.first + 64 * index;
+  // The tile of keys after the last one that a group's 64 rows see.
+  __device__ __forceinline__ int end_of(int first, const Work& work, const Shape& shape) const {
     int end = DIAGONAL ? min(tiles_of(max(min(first + 64, shape.L) - 1 + shape.reach, 0)), work.end) : work.end;
     if (first >= shape.L) end = work.begin;
-    return {first, WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin, end};
+    return end;
   }
   __device__ __forceinline__ void begin_rows(int first, const Shape& shape) {
     int row = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -373,31 +367,30 @@ struct Group {
 
   // A tile of rows; where EARLY, without what comes before its first scores and after its last ones.
   __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
-    Sight seen = sight(work, shape);
-    begin_rows(seen.first, shape);
-    int tile = (EARLY ? seen.end : work.end) - 1;
+    int first = work.first + 64 * index;
+    begin_rows(first, shape);
+    int end = end_of(first, work, shape), tile = (EARLY ? end : work.end) - 1;
+    int begin = WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin;
 #pragma unroll 1
-    for (; !EARLY && tile >= seen.end; tile--) skip();
-    if (!EARLY && tile < seen.begin) {
+    for (; !EARLY && tile >= end; tile--) skip();
+    if (!EARLY && tile < begin) {
       if (work.begin < work.end) release(&barriers->q_empty[queries.stage]);
     } else {
-      attend<true, true>(tile, tile == seen.begin);
+      attend<true, true>(tile, tile == begin);
       tile--;
       if (WINDOW) {
 #pragma unroll 1
-        for (; tile >= seen.begin; tile--) {
-          bool all_seen = (!DIAGONAL || (tile + 1) * KEYS <= seen.first + shape.reach) &&
-                          tile * KEYS >= seen.first + 63 + shape.lag;
-          if (all_seen) attend<false, false>(tile, tile == seen.begin);
-          else attend<false, true>(tile, tile == seen.begin);
+        for (; tile >= begin; tile--) {
+          bool all_seen = (!DIAGONAL || (tile + 1) * KEYS <= first + shape.reach) && tile * KEYS >= first + 63 + shape.lag;
+          if (all_seen) attend<false, false>(tile, tile == begin);
+          else attend<false, true>(tile, tile == begin);
         }
       } else {
         if (DIAGONAL)
 #pragma unroll 1
-          for (; tile >= seen.begin && (tile + 1) * KEYS > seen.first + shape.reach; tile--)
-            attend<false, true>(tile, tile == seen.begin);
+          for (; tile >= begin && (tile + 1) * KEYS > first + shape.reach; tile--) attend<false, true>(tile, tile == begin);
 #pragma unroll 1
-        for (; tile >= seen.begin; tile--) attend<false, false>(tile, tile == seen.begin);
+        for (; tile >= begin; tile--) attend<false, false>(tile, tile == begin);
       }
       if (!EARLY) {
         await_values();
@@ -414,12 +407,12 @@ struct Group {
   // Scores wait for the values, too: products that go on into the next round of a loop are made serial by the compiler.
   __device__ __forceinline__ bool walk_on(Turns& turns, Work& work, Work& next, bool& begun, const Shape& shape) {
     work = next;
-    Sight seen = sight(work, shape);
-    bool any = alike(seen.begin < seen.end);
+    int end = end_of(work.first + 64 * index, work, shape);
+    bool any = alike(work.begin < end);
     if (alike(!begun)) {
       wait_for(&barriers->q_full[queries.stage], queries.phase);
 #pragma unroll 1
-      for (int tile = work.end - 1; tile >= seen.end; tile--) skip();
+      for (int tile = work.end - 1; tile >= end; tile--) skip();
       if (any) compute_first(false);
     }
     if (any) walk(work, shape);
@@ -427,8 +420,8 @@ struct Group {
     queries.next();
     bool more = turns.take(next, shape);
     if (more) turns.look_ahead(shape);
-    seen = sight(next, shape);
-    begun = alike(more && any && seen.begin < seen.end && seen.end == next.end);
+    end = end_of(next.first + 64 * index, next, shape);
+    begun = alike(more && any && next.begin < end && end == next.end);
     if (begun) {
       wait_for(&barriers->q_full[queries.stage], queries.phase);
       compute_first(true);
