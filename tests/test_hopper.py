@@ -194,6 +194,7 @@ def test_the_other_engine_runs_where_it_is_named_and_takes_the_workload(
 def test_what_ran_is_told_by_the_kernels_names() -> None:
     for names, told in (
         (["hopper_cuda_forward"], "hopper_cuda"),
+        (["hopper_cuda_forward", "hopper_cuda_combine"], "hopper_cuda"),
         (["Memset", "hopper_attention_forward"], "hopper"),
         (["hopper_attention_decode", "hopper_attention_decode_combine"], "hopper's decoding"),
         (["nothing"], None),

@@ -159,11 +159,12 @@ def test_hard_inputs_are_right_on_the_emulator(emulated, kind):
         )
 
 
-def change_source(tmp_path, monkeypatch, stands: str, instead: str) -> None:
-    text = hopper_cuda.SOURCE.read_text()
+def change_source(tmp_path, monkeypatch, stands: str, instead: str, which: str = "SOURCE") -> None:
+    path = getattr(hopper_cuda, which)
+    text = path.read_text()
     assert stands in text
-    (tmp_path / "forward.cu").write_text(text.replace(stands, instead))
-    monkeypatch.setattr(hopper_cuda, "SOURCE", tmp_path / "forward.cu")
+    (tmp_path / path.name).write_text(text.replace(stands, instead))
+    monkeypatch.setattr(hopper_cuda, which, tmp_path / path.name)
 
 
 @pytest.mark.long
@@ -171,8 +172,8 @@ def change_source(tmp_path, monkeypatch, stands: str, instead: str) -> None:
     ("stands", "instead"),
     [
         (
-            "wait_for(&barriers->k_full[keys.stage], keys.phase);\n    take_turn();\n    start",
-            "take_turn();\n    start",
+            "wait_for(&barriers->k_full[keys.stage], keys.phase);\n      take_turn();\n      start",
+            "take_turn();\n      start",
         ),
         ("    wait_for_products<First ? 0 : 1>();\n", ""),
         ("    wait_for(&barriers->k_empty[key_ring.stage], key_ring.phase ^ 1);\n", ""),
@@ -186,8 +187,8 @@ def change_source(tmp_path, monkeypatch, stands: str, instead: str) -> None:
         ("      if (work.begin < work.end) own.queries.next();\n", ""),
         ("queries + query_ring.stage * QUERY_BYTES, *q", "queries, *q"),
         ("query_operand + queries.stage * (QUERY_BYTES >> 4)", "query_operand"),
-        ("        turns.look_ahead();\n        copies", "        copies"),
-        ("      turns.look_ahead();  //", "  //"),
+        ("        turns.look_ahead(shape);\n        copies", "        copies"),
+        ("      turns.look_ahead(shape);  //", "  //"),
         ("(tile + 1) * KEYS > first + shape.reach; tile--)", "tile * KEYS > first + shape.reach; tile--)"),
     ],
 )
@@ -297,8 +298,8 @@ def test_candidates_fit_and_the_usual_comes_first(limits):
     for mask, (heads, length) in itertools.product(("", ",causal", ",window=9"), ((4, 512), (40, 512), (40, 2048))):
         workload = Workload.parse(f"H{heads},L{length},D{limits[0]},Dv{limits[-1]},bf16{mask}")
         found = configurations.candidates(workload, HOPPER)
-        assert found[0] == usual(workload) and 3 <= len(set(found)) == len(found) <= 7
-        assert len(found) == len(configurations.choices(workload)), "an entry of CHOICES does not fit"
+        assert found[0] == usual(workload) and 3 <= len(set(found)) == len(found) <= 9
+        assert all(one.fits(limits[0], limits[-1]) for one in configurations.choices(workload))
         assert all(one.schedule in configurations.SCHEDULES for one in found)
         assert all(one.shared_bytes(limits[0], limits[-1]) <= 227 * 1024 for one in found)
 
@@ -308,7 +309,8 @@ def test_the_usual_configuration_fits_every_pair_of_head_dims():
         workload = Workload(B=1, H=1, L=512, D=head_dim, D_v=value_dim, dtype="bf16", causal="top_left")
         for one in (workload, workload.replace(L=2048, S=2048), workload.replace(causal=None)):
             assert usual(one).fits(head_dim, value_dim), one
-            assert configurations.candidates(one, HOPPER) == list(configurations.choices(one))
+            usable = [found for found in configurations.choices(one) if not found.split or found.splits(one, 132)]
+            assert configurations.candidates(one, HOPPER) == usable
 
 
 def test_a_configuration_fits_by_both_head_dims():

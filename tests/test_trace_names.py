@@ -136,6 +136,7 @@ def test_mangled_names_read(name: str, shown: str) -> None:
         ("hopper_attention_decode_combine", "attnscope hopper", "fused attention"),
         ("hopper_attention_mask_words", "attnscope hopper", "fused attention"),
         ("hopper_cuda_forward", "attnscope hopper_cuda", "fused attention"),
+        ("hopper_cuda_combine", "attnscope hopper_cuda", "fused attention"),
         ("_attn_fwd", "triton attention", "fused attention"),
         ("_attn_bwd_dkdv", "triton attention", "fused attention backward"),
         ("void flash::compute_attn_ws<Ktraits>", "flash-attention 3", "fused attention"),

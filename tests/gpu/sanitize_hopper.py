@@ -8,12 +8,15 @@ initcheck does not know as written. What is compiled is compiled for test_hopper
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
 from attnscope.device import find_device
 from attnscope.implementation import find
 from attnscope.implementations.hopper.decode import DecodeKernel
+from attnscope.implementations.hopper_cuda import HopperCuda
+from attnscope.implementations.hopper_cuda.configurations import Configuration
 from attnscope.inputs import make_inputs
 from attnscope.workload import Workload
 
@@ -25,6 +28,14 @@ PREFILL = {
     ],
     "hopper_cuda": ["B2,H4/2,L200,S333,D128,bf16,causal=bottom_right,layout=blhd", "B1,H2,L200,D64,bf16"],
 }
+CUT = Configuration(1, 16, 2, split=True)  # keys of the last round are cut
+CONFIGURED = [
+    ("B1,H3,L64,S4000,D64,bf16,layout=blhd", CUT),
+    ("B1,H200,L60,S512,D16,fp16", CUT),  # a whole turn before
+    ("B1,H4/2,L70,S4000,D64,bf16", replace(CUT, cluster=2)),
+    ("B7,H64,L200,D64,bf16,causal", Configuration(3, 128, 4, schedule="table", query_slots=2, early=True)),
+    ("B7,H32,L200,D128,bf16,causal", Configuration(2, 128, 2, schedule="table", query_slots=2, early=True)),
+]
 DECODING = [  # splits, and whether the last program of a head adds up
     ("B2,H8/2,L1,S700,D128,bf16", 3, True),
     ("B2,H8/2,L1,S700,D128,bf16", 3, False),
@@ -42,6 +53,14 @@ def main() -> None:
             prepared.forward(make_inputs(workload, device))
             torch.cuda.synchronize()
             print(name, text, "ran", flush=True)
+    for text, configuration in CONFIGURED if not wanted or "hopper_cuda" in wanted else ():
+        workload = Workload.parse(text)
+        configured = HopperCuda().prepare_as(workload, device, configuration)
+        assert configuration.split == configuration.splits(workload, device.multiprocessors or 132)
+        assert configuration.early == configuration.starts_early(workload)
+        configured.forward(make_inputs(workload, device))
+        torch.cuda.synchronize()
+        print("hopper_cuda", text, configuration, "ran", flush=True)
     for text, splits, joined in DECODING if not wanted or "decode" in wanted else ():
         workload = Workload.parse(text)
         kernel = DecodeKernel(workload, device, splits=splits, joined=joined)

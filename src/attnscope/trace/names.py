@@ -159,6 +159,7 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
     FamilyRule(r"^hopper_attention_mask_", "attnscope hopper", "fused attention", MEMORY, _HELPER),
     FamilyRule(r"^hopper_attention_", "attnscope hopper", "fused attention", TENSOR_CORE,
                "its products are wgmma or, for few query rows, mma: both run on tensor cores"),
+    FamilyRule(r"^hopper_cuda_combine$", "attnscope hopper_cuda", "fused attention", MEMORY, _COMBINES),
     FamilyRule(r"^hopper_cuda_forward$", "attnscope hopper_cuda", "fused attention", TENSOR_CORE,
                "its products are wgmma, on tensor cores"),
     FamilyRule(r"^_attn_bwd|^parallel_attn_bwd|^_?bwd_kernel_(dkdv|causal|noncausal)|^_bwd_preprocess_do_o_dot",

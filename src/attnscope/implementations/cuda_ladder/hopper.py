@@ -45,7 +45,7 @@ class ForwardV12Hopper(LadderImplementation):
         min_capability=(9, 0),
         below_capability=(9, 1),
         packages=("torch", *cuda.PACKAGES),
-        kernels={"cuda": (f"^{KERNEL_OF}_forward$",)},
+        kernels={"cuda": (f"^({KERNEL_OF}_forward|{KERNEL_OF}_combine)$",)},
         lse=True,
         deterministic=True,
         ours=True,

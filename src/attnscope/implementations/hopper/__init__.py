@@ -63,7 +63,7 @@ class Hopper(TunableImplementation):
         max_head_dim=256,
         head_dim_multiple=8,
         packages=("torch", "triton>=3.6"),
-        kernels={"cuda": (r"^hopper_attention_|^hopper_cuda_forward$",)},
+        kernels={"cuda": (r"^hopper_attention_|^hopper_cuda_(forward|combine)$",)},
         coarse_tanh=True,
         lse=True,
         deterministic=True,

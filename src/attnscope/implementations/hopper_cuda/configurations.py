@@ -24,6 +24,9 @@ REGISTERS = {1: (248, 248), 2: (24, 240), 3: (32, 160)}
 OTHER_REGISTERS = 28  # beside results: with these the assembler spills nothing, with 24 it does
 SHORT, MEDIUM = 1024, 4096  # longest L or S of a length class
 MAX_TABLE_TILES = 2**20  # more take the host about a second to deal, and balance by their number
+LEAST_PIECE = 4  # tiles of keys, of those into which a tile's keys are cut
+COSTS_A_SPLIT = 8  # in tiles of keys: pieces that begin and end, and the kernel that puts them together
+LEAST_GAIN = 0.005  # of all time, for which keys are cut
 SCHEDULES = ("arithmetic", "table")
 C_TYPES = {"bf16": "bf16", "fp16": "fp16"}
 
@@ -39,6 +42,8 @@ class Configuration(Settings, owner="hopper_cuda"):
     different keys: "arithmetic" deals tiles in turn, "table" gives each to the block that has the least to do.
     ``query_slots``: 2 copies the next tile's queries while this one's are used. ``cluster``: so many neighbouring
     blocks take neighbouring heads of a group, or rows of a head, and copy keys and values once, for all of them.
+    ``split``: where rows see all keys and the last round would leave blocks idle, its tiles' keys are dealt to all.
+    ``early``: a tile's first scores are computed beside the last values of the tile before.
     """
 
     groups: int
@@ -51,6 +56,8 @@ class Configuration(Settings, owner="hopper_cuda"):
     schedule: str = "arithmetic"
     query_slots: int = 1
     cluster: int = 1
+    split: bool = False
+    early: bool = False
 
     @property
     def rows(self) -> int:
@@ -94,7 +101,29 @@ class Configuration(Settings, owner="hopper_cuda"):
     def clusters(self, workload: Workload, multiprocessors: int) -> int:
         """How many are launched."""
         tiles = self.tiles(workload)
+        if self.splits(workload, multiprocessors):
+            return self._clusters_of_pieces(workload, multiprocessors)
         return min(tiles, max(multiprocessors // self.cluster, 1)) if self.persistent else tiles
+
+    def _clusters_of_pieces(self, workload: Workload, multiprocessors: int) -> int:
+        pieces = self.tiles(workload) * ceil_div(workload.S, self.keys) // LEAST_PIECE
+        return max(1, min(pieces, multiprocessors // self.cluster))
+
+    def splits(self, workload: Workload, multiprocessors: int) -> bool:
+        """Whether the keys of the last round's tiles are dealt to all clusters: where that should pay."""
+        if not self.split or not self.persistent or has_upper_bound(workload):
+            return False
+        key_tiles, clusters = ceil_div(workload.S, self.keys), self._clusters_of_pieces(workload, multiprocessors)
+        whole_turns, rest = divmod(self.tiles(workload), clusters)
+        share = rest * key_tiles / clusters
+        gain = key_tiles - share - COSTS_A_SPLIT
+        return share >= LEAST_PIECE and gain >= LEAST_GAIN * (whole_turns + 1) * key_tiles
+
+    def starts_early(self, workload: Workload) -> bool:
+        """Whether the next tile's first scores are computed beside this one's last values: only where each row sees a
+        key and no window hides first ones."""
+        sees = workload.causal is None or workload.query_offset(0) >= 0
+        return self.early and not self.split and workload.window is None and sees
 
     def by_table(self, workload: Workload, multiprocessors: int) -> bool:
         """Whether a table says which cluster computes which tile: not where each has one tile at most."""
@@ -111,8 +140,14 @@ class Configuration(Settings, owner="hopper_cuda"):
             "REGISTERS_GROUP": multiplying, "PING_PONG": int(self.ping_pong and self.groups > 1),
             "SNAKE": int(self.snake), "SLACK": self.slack, "TABLE": int(self.by_table(workload, multiprocessors)),
             "QUERY_SLOTS": self.query_slots, "CLUSTER": self.cluster, "CLUSTER_HEADS": self.cluster_heads(workload),
+            "SPLIT": int(self.splits(workload, multiprocessors)), "EARLY": int(self.starts_early(workload)),
             "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
         }  # fmt: skip
+
+    def combine_defines(self, workload: Workload) -> dict[str, str | int]:
+        """Macros for combine.cu."""
+        shared = ("T16", "DIMS", "VALUE_DIM", "CLUSTER", "CLUSTER_HEADS")
+        return {name: self.defines(workload)[name] for name in shared} | {"QUERIES": self.rows}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -154,6 +189,8 @@ def tuning_class(workload: Workload) -> str:
 ONE_A_TILE: dict[str, Any] = {"persistent": False}
 TABLE: dict[str, Any] = {"schedule": "table"}
 PAIRS: dict[str, Any] = {"cluster": 2}
+SPLIT: dict[str, Any] = {"split": True}
+EARLY: dict[str, Any] = {"early": True}
 
 # Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
 # fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dims
@@ -167,10 +204,13 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (64, False, False): (
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 3), Configuration(3, 128, 4, slack=8),
         Configuration(3, 128, 4, query_slots=2, **PAIRS), Configuration(3, 128, 4, slack=8, **PAIRS),
+        Configuration(3, 128, 4, query_slots=2, **SPLIT),
     ),
     (64, True, True): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
         Configuration(2, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4),
+        Configuration(3, 128, 4, **TABLE, query_slots=2, **EARLY),
+        Configuration(2, 128, 4, **TABLE, query_slots=2, **EARLY),
     ),
     (64, True, False): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
@@ -186,11 +226,13 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 176, 2, slack=8), Configuration(2, 160, 2, False, slack=8, query_slots=2),
         Configuration(2, 176, 2, False, slack=8, **PAIRS), Configuration(2, 128, 2, query_slots=2, **PAIRS),
         Configuration(2, 160, 2, False, slack=8, query_slots=2, **PAIRS),
+        Configuration(2, 176, 2, False, slack=8, **SPLIT), Configuration(2, 128, 2, query_slots=2, **SPLIT),
     ),
     (128, True, True): (
         Configuration(2, 128, 2, **TABLE, query_slots=2),
         Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2),
         Configuration(2, 128, 2, **TABLE), Configuration(2, 128, 2, **ONE_A_TILE),
+        Configuration(2, 128, 2, **TABLE, query_slots=2, **EARLY),
     ),
     (128, True, False): (
         Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 176, 2, False, **TABLE, slack=8),
@@ -206,6 +248,7 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (192, 128, False, False): (
         Configuration(3, 80, 3, slack=8), Configuration(2, 128, 2, slack=8), Configuration(2, 128, 2, False, slack=8),
         Configuration(2, 128, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2, slack=8, query_slots=2),
+        Configuration(3, 80, 3, slack=8, **SPLIT), Configuration(2, 128, 2, slack=8, **SPLIT),
     ),
     (192, 128, True, True): (
         Configuration(2, 128, 2, **TABLE, slack=8), Configuration(2, 96, 2, **TABLE, slack=8, query_slots=2),
@@ -222,7 +265,10 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 112, 2, slack=8),
         Configuration(2, 64, 2, query_slots=2),
     ),
-    (192, False, False): (Configuration(2, 112, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2)),
+    (192, False, False): (
+        Configuration(2, 112, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2),
+        Configuration(2, 112, 2, **SPLIT),
+    ),
     (192, True, True): (
         Configuration(2, 112, 2, **TABLE), Configuration(2, 64, 2, **TABLE, query_slots=2),
         Configuration(2, 112, 2, **ONE_A_TILE),
@@ -237,6 +283,7 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (256, False, False): (
         Configuration(2, 80, 2, False, slack=8, **PAIRS), Configuration(2, 80, 2, False, slack=8),
         Configuration(2, 80, 2, slack=8, **PAIRS), Configuration(2, 80, 2, slack=8), Configuration(2, 64, 2, slack=8),
+        Configuration(2, 80, 2, False, slack=8, **PAIRS, **SPLIT), Configuration(2, 80, 2, False, slack=8, **SPLIT),
     ),
     (256, True, True): (
         Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, False, **TABLE),
@@ -253,13 +300,25 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
 # The same where tiles are few, by (largest head dim, whether rows end at different keys): with one group a block, twice
 # as many multiprocessors have half as much to do.
 FEW: dict[tuple[int, bool], tuple[Configuration, ...]] = {
-    (64, False): (Configuration(1, 128, 4), Configuration(1, 192, 3), Configuration(2, 128, 4)),
+    (64, False): (
+        Configuration(1, 128, 4), Configuration(1, 192, 3), Configuration(2, 128, 4),
+        Configuration(1, 128, 4, **SPLIT),
+    ),
     (64, True): (Configuration(1, 128, 4), Configuration(1, 64, 4), Configuration(2, 128, 4)),
-    (128, False): (Configuration(1, 128, 3), Configuration(1, 176, 2, slack=8), Configuration(2, 128, 2)),
+    (128, False): (
+        Configuration(1, 128, 3), Configuration(1, 176, 2, slack=8), Configuration(2, 128, 2),
+        Configuration(1, 128, 3, **SPLIT),
+    ),
     (128, True): (Configuration(1, 128, 3), Configuration(1, 64, 3), Configuration(2, 128, 2)),
-    (192, False): (Configuration(1, 112, 2), Configuration(1, 64, 3), Configuration(2, 112, 2)),
+    (192, False): (
+        Configuration(1, 112, 2), Configuration(1, 64, 3), Configuration(2, 112, 2),
+        Configuration(1, 112, 2, **SPLIT),
+    ),
     (192, True): (Configuration(1, 112, 2), Configuration(1, 64, 3), Configuration(2, 112, 2)),
-    (256, False): (Configuration(1, 80, 2), Configuration(1, 64, 3), Configuration(2, 64, 2, slack=8)),
+    (256, False): (
+        Configuration(1, 80, 2), Configuration(1, 64, 3), Configuration(2, 64, 2, slack=8),
+        Configuration(1, 80, 2, **SPLIT),
+    ),
     (256, True): (Configuration(1, 80, 2), Configuration(1, 64, 3), Configuration(2, 80, 2, slack=8)),
 }  # fmt: skip
 
@@ -291,7 +350,9 @@ def usual(workload: Workload) -> Configuration:
 
 
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
-    """Configurations worth timing for this workload, the usual one first; each fits, and all its blocks have rows."""
-    del device
-    fitting = (one for one in choices(workload) if one.fits(workload.D, workload.D_v))
-    return [one for one in fitting if workload.L > one.rows or one.cluster == one.cluster_heads(workload)]
+    """Configurations worth timing for this workload, the usual one first; each fits, all its blocks have rows, and does
+    what it may do: cuts keys, starts early."""
+    w, multiprocessors = workload, device.multiprocessors or MULTIPROCESSORS
+    fitting = (one for one in choices(w) if one.fits(w.D, w.D_v))
+    in_use = (one for one in fitting if w.L > one.rows or one.cluster == one.cluster_heads(w))
+    return [one for one in in_use if one.split <= one.splits(w, multiprocessors) and one.early <= one.starts_early(w)]

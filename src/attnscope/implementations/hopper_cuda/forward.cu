@@ -18,6 +18,12 @@
 //   PING_PONG  groups begin their products in turn    SNAKE   every other round of tiles goes backwards over the blocks
 //   TABLE      tiles are walked over as `order` says; otherwise in turn, and nobody reads `order`
 //   QUERY_SLOTS 2: the next tile's queries are copied while this one's are used
+//   SPLIT      the tiles that are left after whole_turns full rounds are dealt to all blocks in pieces of their keys, which
+//              `order` tells: three numbers a turn and cluster, the tile (-1: as without a table) and begin and end of its
+//              tiles of keys (alike: no more), the first row for all full rounds, then one a turn. A piece's sums go to
+//              `parts`, its maximum and sum of weights to `part_rows`; combine.cu puts the pieces of a tile together
+//   EARLY      (no WINDOW, no SPLIT, each row sees a key) the next tile's first scores are computed beside this one's last
+//              values
 //   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
 // scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L). by_X is
 // 2^62 / X, rounded up.
@@ -60,7 +66,7 @@ template <int Buffers> struct Ring {
 
 // heads: those of a cluster count once. row_tiles: of CLUSTER_TILES * QUERIES rows.
 struct Shape {
-  int heads, H, L, S, row_tiles, section, reach, lag;
+  int heads, H, L, S, row_tiles, section, reach, lag, whole_turns;
   u64 by_H, by_group, by_row_tiles, by_section, by_section_tiles;
 };
 
@@ -78,11 +84,17 @@ __device__ __forceinline__ int tiles_of(int keys) { return (keys + KEYS - 1) / K
 // where one has no more; it is read a turn early. Without it: of a section of heads, the last rows of all heads come first.
 struct Turns {
   const int* order;
-  int turn = 0, ahead = 0;
+  int turn = 0, ahead = 0, begin = 0, end = 0;
   __device__ __forceinline__ int clusters() const { return gridDim.x / CLUSTER; }
   __device__ __forceinline__ int cluster() const { return blockIdx.x / CLUSTER; }
-  __device__ __forceinline__ void look_ahead() {
+  // What is read is known to be the same for a warp, which bounds of keys that are computed here would not be: then
+  // descriptors would be moved to uniform registers again before each product.
+  __device__ __forceinline__ void look_ahead(const Shape& shape) {
     if (TABLE) ahead = order[turn * clusters() + cluster()];
+    if (SPLIT) {
+      const int* piece = order + 3 * (max(turn - shape.whole_turns + 1, 0) * clusters() + cluster());
+      ahead = piece[0], begin = piece[1], end = piece[2];
+    }
   }
   __device__ __forceinline__ bool take(Work& work, const Shape& shape);
 };
@@ -95,6 +107,8 @@ __device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
     row_tile = ahead - head * shape.row_tiles;
   } else {
     int place = SNAKE && turn % 2 ? clusters() - 1 - cluster() : cluster(), tile = turn * clusters() + place;
+    if (SPLIT && ahead >= 0) tile = ahead;
+    if (SPLIT && begin >= end) return false;
     if (tile >= shape.heads * shape.row_tiles) return false;
     int section = divide(tile, shape.by_section_tiles), inside = tile - section * shape.section * shape.row_tiles;
     int heads = min(shape.section, shape.heads - section * shape.section);
@@ -108,8 +122,8 @@ __device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
   int first = row_tile * CLUSTER_TILES * QUERIES;
   work.first = first + (blockIdx.x + turn) % CLUSTER_TILES * QUERIES;
   int high = DIAGONAL ? min(shape.S, min(first + CLUSTER_TILES * QUERIES, shape.L) - 1 + shape.reach) : shape.S;
-  work.end = tiles_of(max(high, 0));
-  work.begin = WINDOW ? min(max(first + shape.lag, 0) / KEYS, work.end) : 0;
+  work.end = SPLIT ? end : tiles_of(max(high, 0));
+  work.begin = SPLIT ? begin : WINDOW ? min(max(first + shape.lag, 0) / KEYS, work.end) : 0;
   turn++;
   return true;
 }
@@ -223,6 +237,9 @@ template <bool First, bool Masked> __device__ __forceinline__ void softmax_tile(
   }
 }
 
+// What is the same for a warp, so that the compiler knows it, too.
+__device__ __forceinline__ bool alike(bool x) { return __all_sync(FULL_WARP, x); }
+
 // What a warpgroup holds of its 64 rows.
 struct Group {
   float s[SCORE_TILES][4], acc[DIM_TILES][4];
@@ -292,14 +309,16 @@ struct Group {
 
   // A tile of keys; `last`: no tile after this one needs the queries.
   template <bool First, bool Masked> __device__ __forceinline__ void attend(int tile, bool last) {
-    wait_for(&barriers->k_full[keys.stage], keys.phase);
-    take_turn();
-    start_scores();
-    if (!First) {
-      await_values();
-      start_values();
+    if (!EARLY || !First) {
+      wait_for(&barriers->k_full[keys.stage], keys.phase);
+      take_turn();
+      start_scores();
+      if (!First) {
+        await_values();
+        start_values();
+      }
+      end_turn();
     }
-    end_turn();
     wait_for_products<First ? 0 : 1>();
     settle<SCORE_TILES>(s);
     release_shared(&barriers->k_empty[keys.stage]);
@@ -327,8 +346,14 @@ struct Group {
     values.next();
   }
 
-  __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
-    int first = work.first + 64 * index, row = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  // The tile of keys after the last one that a group's 64 rows see.
+  __device__ __forceinline__ int end_of(int first, const Work& work, const Shape& shape) const {
+    int end = DIAGONAL ? min(tiles_of(max(min(first + 64, shape.L) - 1 + shape.reach, 0)), work.end) : work.end;
+    if (first >= shape.L) end = work.begin;
+    return end;
+  }
+  __device__ __forceinline__ void begin_rows(int first, const Shape& shape) {
+    int row = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       rows.top[r] = negative_infinity();
@@ -338,12 +363,17 @@ struct Group {
     }
 #pragma unroll
     for (int n = 0; n < DIM_TILES; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
-    int end = DIAGONAL ? min(tiles_of(max(min(first + 64, shape.L) - 1 + shape.reach, 0)), work.end) : work.end;
-    if (first >= shape.L) end = work.begin;
-    int begin = WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin, tile = work.end - 1;
+  }
+
+  // A tile of rows; where EARLY, without what comes before its first scores and after its last ones.
+  __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
+    int first = work.first + 64 * index;
+    begin_rows(first, shape);
+    int end = end_of(first, work, shape), tile = (EARLY ? end : work.end) - 1;
+    int begin = WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin;
 #pragma unroll 1
-    for (; tile >= end; tile--) skip();
-    if (tile < begin) {
+    for (; !EARLY && tile >= end; tile--) skip();
+    if (!EARLY && tile < begin) {
       if (work.begin < work.end) release(&barriers->q_empty[queries.stage]);
     } else {
       attend<true, true>(tile, tile == begin);
@@ -362,14 +392,71 @@ struct Group {
 #pragma unroll 1
         for (; tile >= begin; tile--) attend<false, false>(tile, tile == begin);
       }
+      if (!EARLY) {
+        await_values();
+        start_values();
+        end_values();
+      }
+    }
+#pragma unroll 1
+    for (; !EARLY && tile >= work.begin; tile--) skip();
+  }
+
+  // EARLY: the tile `next`, as `work`, whose first scores are there if `begun`; then what follows it becomes `next`, whose
+  // first scores are computed beside the last values. Not where it has keys to skip: their values would wait for these.
+  // Scores wait for the values, too: products that go on into the next round of a loop are made serial by the compiler.
+  __device__ __forceinline__ bool walk_on(Turns& turns, Work& work, Work& next, bool& begun, const Shape& shape) {
+    work = next;
+    int end = end_of(work.first + 64 * index, work, shape);
+    bool any = alike(work.begin < end);
+    if (alike(!begun)) {
+      wait_for(&barriers->q_full[queries.stage], queries.phase);
+#pragma unroll 1
+      for (int tile = work.end - 1; tile >= end; tile--) skip();
+      if (any) compute_first(false);
+    }
+    if (any) walk(work, shape);
+    else release(&barriers->q_empty[queries.stage]);
+    queries.next();
+    bool more = turns.take(next, shape);
+    if (more) turns.look_ahead(shape);
+    end = end_of(next.first + 64 * index, next, shape);
+    begun = alike(more && any && next.begin < end && end == next.end);
+    if (begun) {
+      wait_for(&barriers->q_full[queries.stage], queries.phase);
+      compute_first(true);
+    } else if (any) {
       await_values();
       start_values();
       end_values();
     }
-#pragma unroll 1
-    for (; tile >= work.begin; tile--) skip();
+    return more;
+  }
+  // A tile's first scores, `beside` the last values of the tile before.
+  __device__ __forceinline__ void compute_first(bool beside) {
+    wait_for(&barriers->k_full[keys.stage], keys.phase);
+    take_turn();
+    start_scores();
+    if (beside) {
+      await_values();
+      start_values();
+    }
+    end_turn();
+    if (beside) end_values();
+    else wait_for_products<0>();
+    settle<SCORE_TILES>(s);
   }
 
+  // Sums as they are, this lane's of two rows of `parts`.
+  __device__ __forceinline__ void store_part(float* to) const {
+    to += 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int n = 0; n < DIM_TILES; n++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        *(float2*)(to + 8 * r * VALUE_DIM + 8 * n) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+    }
+  }
   // Rows of `out`, 32 bytes of a row by four lanes: two tiles of columns, of which a lane holds two columns each, become
   // four columns of one.
   __device__ __forceinline__ void store(T16* out, i64 row_stride, int row, int L, const float* factor) const {
@@ -393,15 +480,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     hopper_cuda_forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                         const __grid_constant__ TensorMap v, T16* out, float* lse, const int* table, i64 ob, i64 oh,
                         i64 ot, float scale, int heads, int H, int L, int S, int row_tiles, int section, int reach,
-                        int lag, i64 by_H, i64 by_group, i64 by_row_tiles, i64 by_section, i64 by_section_tiles) {
+                        int lag, i64 by_H, i64 by_group, i64 by_row_tiles, i64 by_section, i64 by_section_tiles,
+                        float* parts, float2* part_rows, int whole_turns) {
   extern __shared__ char unaligned[];
   char* queries = unaligned + (1024 - (unsigned)__cvta_generic_to_shared(unaligned) % 1024) % 1024;
   char *keys = queries + QUERY_SLOTS * QUERY_BYTES, *values = keys + STAGES * KEY_BYTES;
   Barriers* barriers = (Barriers*)(values + STAGES * VALUE_BYTES);
-  Shape shape = {heads, H, L, S, row_tiles, section, reach, lag, (u64)by_H, (u64)by_group, (u64)by_row_tiles,
-                 (u64)by_section, (u64)by_section_tiles};
+  Shape shape = {heads, H, L, S, row_tiles, section, reach, lag, whole_turns, (u64)by_H, (u64)by_group,
+                 (u64)by_row_tiles, (u64)by_section, (u64)by_section_tiles};
   Turns turns = {table};
-  turns.look_ahead();
+  turns.look_ahead(shape);
   if (threadIdx.x == 0) {
     fetch_map(k);
     fetch_map(q);
@@ -429,7 +517,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
       Copies copies = {&q, &k, &v, queries, keys, values, barriers};
 #pragma unroll 1
       while (turns.take(work, shape)) {
-        turns.look_ahead();
+        turns.look_ahead(shape);
         copies.serve(work, shape.by_group);
       }
       if (CLUSTER > 1) copies.see_all_released();
@@ -445,23 +533,39 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     own.value_operand = describe_operand(values, KEYS * ROW_BYTES);
     own.scale2 = scale * LOG2_E;
     if (PING_PONG && own.index == 0) pass<256>(FIRST_TURN);
+    Work next;
+    bool more = EARLY && turns.take(next, shape), begun = false;
+    if (more) turns.look_ahead(shape);
 #pragma unroll 1
-    while (turns.take(work, shape)) {
-      if (work.begin < work.end) wait_for(&barriers->q_full[own.queries.stage], own.queries.phase);
-      own.walk(work, shape);
-      if (work.begin < work.end) own.queries.next();
-      turns.look_ahead();  // here, where registers are free and there is the result to store meanwhile
+    while (EARLY ? more : turns.take(work, shape)) {
+      if (EARLY) {
+        more = own.walk_on(turns, work, next, begun, shape);
+      } else {
+        if (work.begin < work.end) wait_for(&barriers->q_full[own.queries.stage], own.queries.phase);
+        own.walk(work, shape);
+        if (work.begin < work.end) own.queries.next();
+        turns.look_ahead(shape);  // here, where registers are free and there is the result to store meanwhile
+      }
       int row = work.first + 64 * own.index + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      // In `parts`: of a piece, what the cluster's blocks have, heads one after the other, or tiles of rows.
+      int piece = (turns.turn - 1 - whole_turns) * turns.clusters() + turns.cluster();
+      int place = CLUSTER_HEADS > 1 ? blockIdx.x % CLUSTER : work.first / QUERIES % CLUSTER;
+      int part_row = (piece * CLUSTER + place) * QUERIES + row - work.first;
+      bool part = SPLIT && alike(turns.turn > whole_turns);  // now the compiler knows, too
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float total = quad_sum(own.rows.sum[r]);
         factor[r] = total > 0.0f ? 1.0f / total : 0.0f;
-        if (threadIdx.x % 4 == 0 && row + 8 * r < L)
-          lse[(i64)(work.batch * H + work.head) * L + row + 8 * r] =
-              total > 0.0f ? own.rows.top[r] * scale + __logf(total) : negative_infinity();
+        if (threadIdx.x % 4 == 0 && row + 8 * r < L) {
+          if (part) part_rows[part_row + 8 * r] = make_float2(own.rows.top[r], total);
+          else
+            lse[(i64)(work.batch * H + work.head) * L + row + 8 * r] =
+                total > 0.0f ? own.rows.top[r] * scale + __logf(total) : negative_infinity();
+        }
       }
-      own.store(out + work.batch * ob + work.head * oh, ot, row, L, factor);
+      if (part) own.store_part(parts + (i64)part_row * VALUE_DIM);
+      else own.store(out + work.batch * ob + work.head * oh, ot, row, L, factor);
     }
   }
 }

@@ -4,14 +4,17 @@ Reads a Workload and a Configuration, writes plain lists. Imports neither torch 
 
 A causal row's keys grow with its position, so tiles that are dealt in turn leave some blocks with more to do than
 others. The table gives each tile, the longest of a section of heads first, to the block that has the least so far.
+Where all rows see all keys, only the last round leaves blocks idle: the keys of its tiles may be dealt in pieces.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from attnscope.device import Device
-from attnscope.implementations.common import deal_tiles, turns_of
+from attnscope.implementations.common import NO_TILE, deal_tiles, turns_of
+from attnscope.implementations.hopper_cuda import configurations
 from attnscope.implementations.hopper_cuda.configurations import Configuration, ceil_div, has_upper_bound
 from attnscope.inputs import torch_dtype
 from attnscope.workload import Workload
@@ -74,3 +77,56 @@ def balanced_order(lengths: list[int], heads: int, section: int, blocks: int) ->
         for start in range(0, heads, section)
     )
     return turns_of(deal_tiles(sections, blocks))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The last round's tiles of rows, cut in pieces of their keys and dealt to clusters, after ``whole_turns``.
+
+    ``order``: three numbers a turn (tile, its first tile of keys, the one after its last), clusters side by side. The
+    first row stands for each of the whole turns, in which tiles are dealt in turn and have all keys; then follow
+    ``turns`` rows of pieces, then one in which all are through. A piece's number is turn * clusters + cluster.
+    ``tiles``: three numbers a cut tile (tile, where its pieces begin in ``pieces``, how many). ``pieces``: their
+    numbers, by tile.
+    """
+
+    whole_turns: int
+    turns: int
+    order: list[int]
+    tiles: list[int]
+    pieces: list[int]
+
+
+def deal_pieces(tiles: int, key_tiles: int, clusters: int) -> Pieces:
+    """What full rounds leave of ``tiles``, each of ``key_tiles``, in even shares of neighbouring tiles of keys.
+
+    A share that would end less than half of LEAST_PIECE from a tile's edge ends there.
+    """
+    nearest, (whole_turns, rest) = configurations.LEAST_PIECE // 2, divmod(tiles, clusters)
+
+    def cut(share: int) -> int:
+        place = share * rest * key_tiles // clusters
+        inside = place % key_tiles
+        if inside < nearest:
+            return place - inside
+        return place + key_tiles - inside if key_tiles - inside < nearest else place
+
+    shares: list[list[tuple[int, int, int]]] = [[] for _ in range(clusters)]
+    numbers: dict[int, list[int]] = {}
+    for cluster, share in enumerate(shares):
+        begin, end = cut(cluster), cut(cluster + 1)
+        while begin < end:
+            rest_tile, inside = divmod(begin, key_tiles)
+            tile, keys = whole_turns * clusters + rest_tile, min(end - begin, key_tiles - inside)
+            numbers.setdefault(tile, []).append(len(share) * clusters + cluster)
+            share.append((tile, inside, inside + keys))
+            begin += keys
+    turns = max(map(len, shares))
+    rows = [[(NO_TILE, 0, key_tiles)] * clusters]
+    rows += [[share[turn] if turn < len(share) else (NO_TILE, 0, 0) for share in shares] for turn in range(turns + 1)]
+    cut_tiles: list[int] = []
+    pieces: list[int] = []
+    for tile, own in numbers.items():
+        cut_tiles += [tile, len(pieces), len(own)]
+        pieces += own
+    return Pieces(whole_turns, turns, [number for row in rows for one in row for number in one], cut_tiles, pieces)
