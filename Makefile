@@ -45,7 +45,7 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("attnscope needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[torch,report,dev]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[torch,report,dev]'
 	touch $@
 
 clean:

@@ -161,7 +161,7 @@ def test_quick_commands_run(page: Path, tmp_path: Path):
 
 
 # whose quick blocks run in make test
-LONG = ("why.md", "explain.md", "tuning.md", "getting_started.md", "profiling_attention.md")
+LONG = ("why.md", "explain.md", "tuning.md", "getting_started.md", "profiling_attention.md", "fuzz.md")
 
 
 @pytest.mark.timeout(900)
