@@ -128,6 +128,14 @@ def test_what_passes_a_workspace_is_neither_kept_by_a_capture_nor_queued_again_i
     assert [launches.replay(key) for key in ("eager", "captured")] == [True, not with_workspace]
 
 
+def test_what_passes_a_workspace_is_not_kept_for_a_stream_that_is_another_one_in_each_thread(cuda: Driver) -> None:
+    cuda.stream = driver.PER_THREAD_STREAM
+    for with_workspace in (False, True):
+        launches = driver.Launches(0, with_workspace=with_workspace)
+        launches.start("a", (FUNCTION, arguments(1)))
+        assert launches.replay("a") is not with_workspace
+
+
 def test_the_capture_of_a_stream_has_a_number(cuda: Driver) -> None:
     launches = driver.Launches(0)
     assert launches.stream_and_capture() == (7, None)

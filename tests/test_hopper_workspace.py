@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from attnscope import driver
 from attnscope.device import Device
 from attnscope.implementations.hopper import decode
 from attnscope.implementations.hopper.workspace import Workspace, Workspaces
@@ -93,6 +94,15 @@ def test_threads_get_the_same_one() -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 1600 and len({(stream, id(workspace)) for stream, workspace in found}) == 2
+
+
+def test_the_stream_of_each_thread_has_its_own_though_all_have_one_number() -> None:
+    made = Workspaces("cpu")
+    found = [made.take(driver.PER_THREAD_STREAM, None, 8, 8)]
+    other = threading.Thread(target=lambda: found.append(made.take(driver.PER_THREAD_STREAM, None, 8, 8)))
+    other.start()
+    other.join()
+    assert are_apart(found) and made.take(driver.PER_THREAD_STREAM, None, 8, 8) is found[0]
 
 
 # --- what calls pass ----------------------------------------------------------------------------------------------

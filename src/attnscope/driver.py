@@ -30,6 +30,7 @@ NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 3, 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 LEGACY_STREAM = 0  # the default stream, which no capture takes
+PER_THREAD_STREAM = 2  # one number for another stream in each thread (CU_STREAM_PER_THREAD)
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -288,7 +289,8 @@ class Launches:
             return
         stream = self._stream(self._index)
         launches = tuple(Launch(function, values, stream) for function, values in calls)
-        if not (self._with_workspace and self._capturing()):
+        passing = stream == PER_THREAD_STREAM or self._capturing()  # the workspace is not the next call's
+        if not (self._with_workspace and passing):
             self._keep((stream, key), launches)
         self._queue(launches)
 

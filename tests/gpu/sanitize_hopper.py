@@ -33,8 +33,8 @@ CONFIGURED = [
     ("B1,H3,L64,S4000,D64,bf16,layout=blhd", CUT),
     ("B1,H200,L60,S512,D16,fp16", CUT),  # a whole turn before
     ("B1,H4/2,L70,S4000,D64,bf16", replace(CUT, cluster=2)),
-    ("B7,H64,L200,D64,bf16,causal", Configuration(3, 128, 4, schedule="table", query_slots=2, early=True)),
-    ("B7,H32,L200,D128,bf16,causal", Configuration(2, 128, 2, schedule="table", query_slots=2, early=True)),
+    ("B3,H32,L200,D64,bf16,causal", Configuration(3, 128, 4, schedule="table", query_slots=2, early=True)),
+    ("B3,H32,L200,D128,bf16,causal", Configuration(2, 128, 2, schedule="table", query_slots=2, early=True)),
 ]
 DECODING = [  # splits, and whether the last program of a head adds up
     ("B2,H8/2,L1,S700,D128,bf16", 3, True),

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass
 
+from attnscope.driver import PER_THREAD_STREAM
 from attnscope.inputs import Tensor
 
 
@@ -31,8 +33,8 @@ class Workspaces:
     def __init__(self, place: str) -> None:
         """``place`` is torch's name of the device."""
         self._place, self._lock = place, threading.Lock()
-        self._eager: dict[int, Workspace] = {}
-        self._captured: dict[int, tuple[int, Workspace]] = {}
+        self._eager: dict[Hashable, Workspace] = {}
+        self._captured: dict[Hashable, tuple[int, Workspace]] = {}
         self._outgrown: list[Workspace] = []
 
     def take(self, stream: int, capture: int | None, counters: int, elements: int) -> Workspace:
@@ -43,18 +45,19 @@ class Workspaces:
         than what is in use. What was captured is let go when the next call finds that capture over: then the memory is
         its graph's alone, and each replay sets the counters to zero before it counts.
         """
+        owner = (stream, threading.get_ident()) if stream == PER_THREAD_STREAM else stream
         with self._lock:
-            known = self._captured.get(stream)
+            known = self._captured.get(owner)
             if known is not None and known[0] != capture:
-                del self._captured[stream]
+                del self._captured[owner]
                 known = None
-            before = self._eager.get(stream) if capture is None else known and known[1]
+            before = self._eager.get(owner) if capture is None else known and known[1]
             taken = self._at_least(before, counters, elements)
             if capture is not None:
-                self._captured[stream] = capture, taken
+                self._captured[owner] = capture, taken
             elif taken is not before:
                 self._outgrown += [before] if before is not None else []
-                self._eager[stream] = taken
+                self._eager[owner] = taken
             return taken
 
     def _at_least(self, before: Workspace | None, counters: int, elements: int) -> Workspace:
