@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -249,11 +250,15 @@ def test_the_emulator_sees_head_dims_that_are_taken_for_one_another(emulated, tm
 
 
 def compiled(workload: Workload, configuration: Configuration) -> cuda.Cubin:
+    return compiled_source(hopper_cuda.SOURCE, "sm_90a", configuration.defines(workload))
+
+
+def compiled_source(source: Path, target: str, defines: dict[str, str | int]) -> cuda.Cubin:
     try:
         cuda.compiler_version()
     except Exception as error:
         pytest.skip(f"needs NVRTC: {error}")
-    return cuda.compile_source(hopper_cuda.SOURCE, "sm_90a", configuration.defines(workload))
+    return cuda.compile_source(source, target, defines)
 
 
 def check_machine_code(workload: Workload, configuration: Configuration) -> None:

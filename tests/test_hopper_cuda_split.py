@@ -11,7 +11,6 @@ import math
 
 import pytest
 
-from attnscope import cuda
 from attnscope.device import find_device
 from attnscope.implementations import hopper_cuda
 from attnscope.implementations.common import NO_TILE
@@ -24,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 import driver_stand_in  # noqa: E402
 from attnscope.inputs import make_inputs  # noqa: E402
-from test_hopper_cuda import HOPPER, change_source, check, check_machine_code, emulated  # noqa: E402, F401
+from test_hopper_cuda import HOPPER, change_source, check, check_machine_code, compiled_source, emulated  # noqa: E402, F401
 
 CPU = find_device("cpu")
 SMALL = Configuration(1, 16, 2, split=True)
@@ -324,16 +323,9 @@ def test_the_emulator_sees_what_pieces_of_a_cluster_may_lack(
 # --- their machine code -----------------------------------------------------------------------------------------------
 
 
-def compiled_sum(workload: Workload, configuration: Configuration) -> cuda.Cubin:
-    try:
-        cuda.compiler_version()
-    except Exception as error:
-        pytest.skip(f"needs NVRTC: {error}")
-    return cuda.compile_source(hopper_cuda.COMBINE_SOURCE, "sm_90", configuration.combine_defines(workload))
-
-
 def test_what_adds_pieces_up_does_not_spill():
-    (kernel,) = compiled_sum(Workload.parse("B1,H16,L16384,D128,bf16"), Configuration(2, 176, 2)).resources
+    defines = Configuration(2, 176, 2).combine_defines(Workload.parse("B1,H16,L16384,D128,bf16"))
+    (kernel,) = compiled_source(hopper_cuda.COMBINE_SOURCE, "sm_90", defines).resources
     assert (kernel.spill_store_bytes, kernel.spill_load_bytes, kernel.stack_bytes) == (0, 0, 0)
 
 

@@ -16,6 +16,7 @@ from attnscope.suites import CPU_DEFAULT, GPU_DEFAULT, find_workloads
 from attnscope.worker import printable
 from attnscope.workload import DIRECTIONS, Workload
 
+RUN, SO_FAR = "run.jsonl", "so-far.jsonl"  # of a run's folder: the whole, and what is finished while it goes on
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": DIRECTIONS}
 
 
@@ -101,7 +102,7 @@ def prepare_folder(folder: Path) -> Path:
         raise UsageError(
             f"--out must be a folder that can be written, got {folder}: {error.strerror or error}"
         ) from None
-    for name in ("run.jsonl", "so-far.jsonl", "report.html"):
+    for name in (RUN, SO_FAR, "report.html"):
         if (folder / name).exists():
             raise UsageError(f"{folder} already holds {name}, which is never overwritten\nhint: --out another folder")
     return folder

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from attnscope import implementation as registry
 from attnscope.device import Device, Environment
 from attnscope.errors import AttnscopeError, DeviceError, RecordError
-from attnscope.planning import Plan, asked_workloads
+from attnscope.planning import RUN, SO_FAR, Plan, asked_workloads
 from attnscope.progress import Step, Watcher
 from attnscope.records import KernelEvent, Limits, Measurement, Profile, Result, Run, Verdict, write_run
 from attnscope.resuming import Budget, refuse_unlike, remaining
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 STAGE_WORDS = {"prepare": "measure_prepare", "warm-up": "warm_up"}  # of reports, as a row's seconds call them
 TIME_LIMIT_S = {"cpu": 120.0, "cuda": 300.0}
-RUN, SO_FAR = "run.jsonl", "so-far.jsonl"
 
 
 def execute(plan: Plan, watcher: Watcher | None = None) -> Run:

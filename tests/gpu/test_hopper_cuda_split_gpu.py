@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from attnscope.implementations.hopper_cuda.configurations import Configuration, 
 from attnscope.inputs import Inputs, make_inputs
 from attnscope.reference import compute_attention
 from attnscope.workload import Workload
+from card_contract import run_in_threads
 from test_contract import names_that_ran
 
 pytestmark = pytest.mark.gpu
@@ -96,25 +95,16 @@ def test_threads_streams_and_graphs(text: str, configuration: Configuration, gpu
     own = [make_inputs(workload, gpu, seed) for seed in range(3)]
     expected = [prepared.forward(inputs) for inputs in own]
     torch.cuda.synchronize()
-    failed: list[BaseException] = []
 
     def work(index: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(30):
-                    output = prepared.forward(own[index])
-                    assert torch.equal(output.out, expected[index].out), index
-                    assert torch.equal(output.lse, expected[index].lse), index
-        except BaseException as error:
-            failed.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(30):
+                output = prepared.forward(own[index])
+                assert torch.equal(output.out, expected[index].out), index
+                assert torch.equal(output.lse, expected[index].lse), index
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(own))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(len(own), work)
     torch.cuda.synchronize()
-    assert not failed, failed
     check_graph(prepared, own, [output.out for output in expected])
 
 

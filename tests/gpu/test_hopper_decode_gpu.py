@@ -7,7 +7,6 @@ each new combination of options, once: Triton keeps kernels on disk.
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from attnscope.records import TensorCheck
 from attnscope.suites import SUITES
 from attnscope.timers import make_timer
 from attnscope.workload import Workload
+from card_contract import run_in_threads
 
 pytestmark = pytest.mark.gpu
 WORKLOADS, CHUNK = 48, 12
@@ -200,27 +200,17 @@ def test_two_threads_on_two_streams_with_shapes_of_their_own(gpu: Device) -> Non
     kernels = split_kernels(gpu)
     expected = [kernel.forward(inputs) for kernel, inputs in kernels]
     torch.cuda.synchronize()
-    start, failed = threading.Barrier(4), []
-
-    def work(number: int, stream: torch.cuda.Stream) -> None:
-        try:
-            with torch.cuda.stream(stream):
-                wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-                start.wait()
-                for turn in range(300):
-                    kernel, inputs = kernels[(number + turn) % len(kernels)]
-                    wrong += differences(kernel.forward(inputs), expected[(number + turn) % len(kernels)])
-                assert wrong.item() == 0
-        except BaseException as error:
-            failed.append(error)
-
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    threads = [threading.Thread(target=work, args=(n, streams[n % 2])) for n in range(4)]  # two threads a stream
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(streams[number % 2]):
+            wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+            for turn in range(300):
+                kernel, inputs = kernels[(number + turn) % len(kernels)]
+                wrong += differences(kernel.forward(inputs), expected[(number + turn) % len(kernels)])
+            assert wrong.item() == 0
+
+    run_in_threads(4, work)  # two threads a stream
     assert not any(counters(kernel) for kernel, _ in kernels)
 
 

@@ -20,6 +20,7 @@ from attnscope.implementation import find
 from attnscope.inputs import Inputs, make_inputs
 from attnscope.timers import make_timer
 from attnscope.workload import Workload
+from card_contract import run_in_threads
 
 pytestmark = pytest.mark.gpu
 
@@ -128,24 +129,15 @@ def test_threads_and_streams_share_a_prepared_workload(name: str, text: str, gpu
     own = [make_inputs(Workload.parse(text), gpu, seed) for seed in range(4)]
     expected = [prepared.forward(inputs) for inputs in own]
     torch.cuda.synchronize()
-    failed: list[BaseException] = []
 
     def work(index: int) -> None:
-        try:
-            stream = torch.cuda.default_stream() if index == 0 else torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(50):
-                    output = prepared.forward(own[index])
-                    assert torch.equal(output.out, expected[index].out) and torch.equal(output.lse, expected[index].lse)
-        except BaseException as error:
-            failed.append(error)
+        stream = torch.cuda.default_stream() if index == 0 else torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                output = prepared.forward(own[index])
+                assert torch.equal(output.out, expected[index].out) and torch.equal(output.lse, expected[index].lse)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(own))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed
+    run_in_threads(len(own), work)
 
 
 @pytest.mark.parametrize("name", ["hopper", "hopper_cuda"])

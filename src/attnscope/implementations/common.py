@@ -135,6 +135,16 @@ def empty_like_inputs(w: Workload, dtype: Any, place: Any) -> tuple[Tensor, Tens
     return q, k, v
 
 
+def power_of_2(least: int) -> int:
+    """The smallest power of 2 that is no less than a number from 1 on."""
+    return 1 << (least - 1).bit_length()
+
+
+def head_dim_block(dim: int) -> int:
+    """A head dim as a Triton kernel holds it: a power of 2, at least the 16 of a tensor core product."""
+    return max(16, power_of_2(dim))
+
+
 def output_forms(w: Workload) -> tuple[Form, Form]:
     """(shape, strides, dtype) of out ``(B, H, L, D_v)`` in the workload's layout and of lse ``(B, H, L)``, dense."""
     import torch

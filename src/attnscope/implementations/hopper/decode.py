@@ -22,7 +22,13 @@ from attnscope import driver
 from attnscope.device import Device
 from attnscope.errors import UsageError
 from attnscope.implementation import FEATURES, Gradients, Output
-from attnscope.implementations.common import empty_like_inputs, nothing_seen, output_forms
+from attnscope.implementations.common import (
+    empty_like_inputs,
+    head_dim_block,
+    nothing_seen,
+    output_forms,
+    power_of_2,
+)  # fmt: skip
 from attnscope.implementations.hopper.gluon_shim import Machine, scratch_values
 from attnscope.implementations.hopper.workspace import of_device
 from attnscope.inputs import Inputs, Tensor, torch_dtype
@@ -103,7 +109,7 @@ def tiles_for(workload: Workload, device: Device) -> tuple[Tile, ...]:
     rows = workload.L * workload.group
     if device.kind == "cpu":
         return (Tile(next(most for most in (16, 32, 64) if most >= min(rows, MAX_ROWS)), 16, 4, 1, 1),)
-    dim = max(_block(workload.D), _block(workload.D_v))
+    dim = max(head_dim_block(workload.D), head_dim_block(workload.D_v))
     return next(tiles for (most, dims), tiles in TILES.items() if most >= min(rows, MAX_ROWS) and dims >= dim)
 
 
@@ -207,10 +213,11 @@ class DecodeKernel:
         self._on_cuda = device.kind == "cuda"
         split = self.splits > 1
         self.joined = split and (joined_us(w, self.splits) <= combined_us(w, self.splits) if joined is None else joined)
+        self._combines = split and not self.joined  # a second kernel adds the parts up
         out, lse = output_forms(w)
         elements = w.B * w.H * w.L * self.splits * (w.D_v + 1) if split else 0
         forms, self._out_strides = [out, lse], out[1]
-        if split and not self.joined:
+        if self._combines:
             forms.append(((elements,), (1,), lse[2]))
         self._takes, self.workspace_bytes = (w.B * w.H_kv, elements), 4 * elements
         self.workspaces = of_device(device.torch_name)
@@ -244,8 +251,7 @@ class DecodeKernel:
         """Queue the kernels of a call that was not seen before. ``others``: parts for a second kernel, then options."""
         q, k, v = (t if is_readable(t, self.tile.keys) else driver.copied(t) for t in (q, k, v))
         others = [other.contiguous() for other in others]
-        second = self.splits > 1 and not self.joined
-        given = dict(zip([*["parts"] * second, *self._options], others, strict=True))
+        given = dict(zip([*["parts"] * self._combines, *self._options], others, strict=True))
         lengths, slopes, sinks = (given.get(name) for name in ("lengths", "alibi_slopes", "sinks"))
         parts, arrived = given.get("parts"), None
         if self.joined:
@@ -265,9 +271,7 @@ class DecodeKernel:
         """The plan of these strides of q, k and v, made where there is none; compiles."""
         plan = self._plans.get(strides)
         if plan is None:
-            plan = _Plan(
-                self._decode_bound(strides), None if self.joined or self.splits == 1 else self._combine_bound()
-            )
+            plan = _Plan(self._decode_bound(strides), self._combine_bound() if self._combines else None)
             self._plans[strides] = plan
         return plan
 
@@ -280,12 +284,12 @@ class DecodeKernel:
             *(stride // VECTOR for tensor in (*strides, self._out_strides) for stride in tensor[:3]),
         ]  # fmt: skip
         constants = {
-            "GROUP": w.group, "D": w.D, "D_V": w.D_v, "BLOCK_D": _block(w.D), "BLOCK_DV": _block(w.D_v),
+            "GROUP": w.group, "D": w.D, "D_V": w.D_v, "BLOCK_D": head_dim_block(w.D), "BLOCK_DV": head_dim_block(w.D_v),
             "ROWS": tile.rows, "KEYS": tile.keys, "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right", "WINDOWED": w.window is not None,
             "SPLIT": self.splits > 1, "JOINED": self.joined,
             "AHEAD": tile.keys * tile.ahead if self._on_cuda else 0,
-            **self._at_once(min(_power_of_2(w.L * w.group), COMBINE_ROWS) if self.joined else 1),
+            **self._at_once(min(power_of_2(w.L * w.group), COMBINE_ROWS) if self.joined else 1),
         }  # fmt: skip
         pointers = ["data", "data", "data", "data", "float32"]
         pointers += ["float32" if self.splits > 1 else "", "int32" if self.joined else ""]
@@ -299,13 +303,13 @@ class DecodeKernel:
 
     def _at_once(self, rows: int) -> dict[str, int]:
         """What a program that adds up has in its registers at a time."""
-        parts = COMBINE_ELEMENTS // (rows * _block(self.workload.D_v))
-        return {"ROWS_AT_ONCE": rows, "PARTS_AT_ONCE": min(_power_of_2(self.splits), parts)}
+        parts = COMBINE_ELEMENTS // (rows * head_dim_block(self.workload.D_v))
+        return {"ROWS_AT_ONCE": rows, "PARTS_AT_ONCE": min(power_of_2(self.splits), parts)}
 
     def _combine_bound(self) -> Bound:
         w = self.workload
         numbers = [w.L, self.splits, *(stride // VECTOR for stride in self._out_strides[:3])]
-        constants = {"GROUP": w.group, "D_V": w.D_v, "BLOCK_DV": _block(w.D_v), **self._at_once(1)}
+        constants = {"GROUP": w.group, "D_V": w.D_v, "BLOCK_DV": head_dim_block(w.D_v), **self._at_once(1)}
         pointers = ["float32", "data", "float32", "float32" if w.sinks else ""]
         options = {"num_warps": 4, "num_stages": 1}
         grid = w.L * w.group, w.H_kv, w.B
@@ -401,12 +405,3 @@ def is_readable(tensor: Tensor, keys: int) -> bool:
         and all(stride % VECTOR == 0 for stride in strides)
         and tensor.stride(2) * keys < 2**31
     )
-
-
-def _block(dim: int) -> int:
-    """The head dim as the kernels hold it: a power of 2, at least the 16 of a tensor core product."""
-    return max(16, _power_of_2(dim))
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()

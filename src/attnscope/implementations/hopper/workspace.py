@@ -16,6 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from attnscope.driver import PER_THREAD_STREAM
+from attnscope.implementations.common import power_of_2
 from attnscope.inputs import Tensor
 
 
@@ -66,15 +67,11 @@ class Workspaces:
 
         arrived, parts = (None, None) if before is None else (before.arrived, before.parts)
         if arrived is None or arrived.numel() < counters:
-            arrived = torch.zeros(_power_of_2(counters), dtype=torch.int32, device=self._place)
+            arrived = torch.zeros(power_of_2(counters), dtype=torch.int32, device=self._place)
         if parts is None or parts.numel() < elements:
-            parts = torch.empty(_power_of_2(elements), dtype=torch.float32, device=self._place)
+            parts = torch.empty(power_of_2(elements), dtype=torch.float32, device=self._place)
         same = before is not None and arrived is before.arrived and parts is before.parts
         return before if before is not None and same else Workspace(arrived, parts)
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 @functools.cache

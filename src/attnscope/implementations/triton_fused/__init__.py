@@ -22,7 +22,7 @@ from typing import Any
 from attnscope.device import Device
 from attnscope.errors import PrepareFailed
 from attnscope.implementation import FEATURES, Gradients, Output, Sheet, SheetImplementation
-from attnscope.implementations.common import ANY_FUSED
+from attnscope.implementations.common import ANY_FUSED, head_dim_block
 from attnscope.inputs import Inputs, Tensor, row_bounds, torch_dtype
 from attnscope.workload import Workload
 
@@ -175,7 +175,7 @@ class PreparedTritonFused:
         w = self.workload = workload
         self.kernels, self.tiles = kernels, choose_tiles(w, device)
         self.compile_only = False
-        self.dims = {"D": w.D, "D_V": w.D_v, "BLOCK_D": _block(w.D), "BLOCK_DV": _block(w.D_v)}
+        self.dims = {"D": w.D, "D_V": w.D_v, "BLOCK_D": head_dim_block(w.D), "BLOCK_DV": head_dim_block(w.D_v)}
         self.flags = {
             "CAUSAL": w.causal is not None,
             "BOTTOM_RIGHT": w.causal == "bottom_right",
@@ -343,11 +343,6 @@ def _broadcast_strides(tensor: Tensor | None) -> tuple[int, ...] | None:
     if tensor is None:
         return None
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _block(dim: int) -> int:
-    """The head dim as the kernels hold it: a power of 2, at least the 16 of a tensor core product."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _count(length: int, tile: int) -> int:
