@@ -9,7 +9,7 @@ Tables stand between ``<!-- generated: NAME -->`` and ``<!-- end generated -->``
 * ``rivals SUITE IMPLEMENTATION DIRECTION [head]``, ``twins IMPLEMENTATION DIRECTION``: rival_figures.py;
 * one of guide_blocks.py, about the article's workload.
 
-Blocks of another command (``checking``: tests/checking_numbers.py) are left as they are.
+Blocks of another command (``counters``: counters.py; ``checking``: tests/checking_numbers.py) are left as they are.
 
 ``--check`` writes nothing and exits 1 where a file is not what this would write. Running it twice changes nothing: a
 picture is drawn anew only when the numbers in it, whose digest it carries, have changed.
@@ -41,7 +41,7 @@ from guide_blocks import Source, cell, origin
 from guide_blocks import table as markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-ELSEWHERE = ("checking", "ladder", "savings", "trace")  # blocks that other commands write
+ELSEWHERE = ("checking", "counters", "ladder", "savings", "trace")  # blocks that other commands write
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
 INK = "#7d8590"  # reads on white and on black: the pictures' ground is transparent
 OURS_COLOR, RIVAL_COLOR, ARTICLE_COLOR = "#d1701f", "#3b78b5", "#b8bec6"
