@@ -5,6 +5,9 @@ each of ``CASES`` in a process of its own, one call after two that warm it, cloc
 rewrites the block ``counters`` of docs/concepts/hopper.md from ``benchmarks/results/counters-*.json``; with ``--check``
 it writes nothing and ends with 1 where that is out of date.
 
+Beside them stands what a kernel that only reads gets of the read bandwidth in one call, of as many bytes as the keys
+and values of decoding: what start and end cost there, whoever reads.
+
 ncu flushes the caches before each pass over a kernel and passes several times, so its times are not those of the
 records; shares of units are per cycle.
 """
@@ -24,9 +27,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from attnscope.device import find_device, read_environment
+from attnscope.device import Device, find_device, read_environment
 from attnscope.errors import AttnscopeError, PrepareFailed, RecordError
-from attnscope.units import MISSING
+from attnscope.limits import READ_BYTES, read_ways
+from attnscope.timers import make_timer
+from attnscope.units import DTYPE_BYTES, MISSING, format_us, median
+from attnscope.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/concepts/hopper.md")
@@ -75,11 +81,32 @@ def record(cases: dict[str, Sequence[str]]) -> dict[str, Any]:
         for workload, names in cases.items()
         for name in names
     ]
+    device = find_device("cuda")
     version = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    environment = asdict(read_environment())
     return {
-        "format": FORMAT, "device": find_device("cuda").name, "ncu": version, "environment": environment, "rows": rows
+        "format": FORMAT, "device": device.name, "ncu": version, "environment": asdict(read_environment()),
+        "rows": rows, "reads": lone_reads(device),
     }  # fmt: skip
+
+
+def lone_reads(device: Device) -> list[dict[str, float]]:
+    """Of each size: time of one call that reads it from memory and does little else, the faster of two, and its share
+    of the bandwidth at which 4 GiB are read again and again, of the same minute."""
+    import torch
+
+    timer, largest = make_timer(device), torch.rand(READ_BYTES["cuda"] // 4, device=device.torch_name)
+    steady_ms = min(timer.steady_ms(way, 0.3) for way in read_ways(largest))
+    found = []
+    for size in sorted({key_value_bytes(Workload.parse(text)) for text in CASES} - {0}):
+        ways = read_ways(largest[: size // 4])
+        us = min(median([timer.time_call(way, 100.0).ms for _ in range(30)][5:]) for way in ways) * 1e3
+        found.append({"bytes": size, "us": us, "share": size / us / 1e3 / (largest.nbytes / steady_ms / 1e6)})
+    return found
+
+
+def key_value_bytes(w: Workload) -> int:
+    """Of keys and values of decoding; 0 of other workloads."""
+    return w.B * w.H_kv * w.S * (w.D + w.D_v) * DTYPE_BYTES[w.dtype] if w.L == 1 else 0
 
 
 def counted(ncu: str, workload: str, name: str) -> list[dict[str, Any]]:
@@ -127,7 +154,6 @@ def call_once(workload: str, name: str) -> None:
 
     from attnscope.implementation import find
     from attnscope.inputs import make_inputs
-    from attnscope.workload import Workload
 
     device, parsed = find_device("cuda"), Workload.parse(workload)
     prepared, inputs = find(name).prepare(parsed, device), make_inputs(parsed, device)
@@ -149,7 +175,7 @@ def read_record(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
         if found["format"] != FORMAT:
             raise RecordError(f"{path.name} has format {found['format']}, this command reads {FORMAT}")
-        return {key: found[key] for key in ("device", "ncu", "environment", "rows")}
+        return {key: found[key] for key in ("device", "ncu", "environment", "rows", "reads")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path.name} is no record of counters: {error!r}") from error
 
@@ -174,7 +200,11 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| `{row['workload']}` | `{row['implementation']}` | {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {version}" for name, version in sorted(found["environment"]["packages"].items()))
     origin = f"{found['device']}; Nsight Compute {found['ncu'].removeprefix('Version ')}; {versions}."
-    return "\n".join([*lines, "", origin])
+    reads = [
+        f"{r['bytes'] / 1e6:.0f} MB in {format_us(r['us'])}, {r['share']:.2f} of the bandwidth" for r in found["reads"]
+    ]
+    alone = [f"One call that only reads, alone: {'; '.join(reads)}."] if reads else []
+    return "\n".join([*lines, "", *alone, origin])
 
 
 def _cycles(metrics: dict[str, float]) -> float:

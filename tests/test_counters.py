@@ -11,6 +11,7 @@ import pytest
 from attnscope.errors import PrepareFailed, RecordError
 from attnscope.implementation import names
 from attnscope.suites import SUITES
+from attnscope.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import counters
@@ -29,7 +30,9 @@ PRINTED = """==PROF== Connected to process 7
 def record_of(printed: str = PRINTED) -> dict:
     rows = [{"workload": "B1,H1,L9,D64,bf16", "implementation": "ours", "kernels": counters.read_csv(printed)}]
     environment = {"packages": {"torch": "2.11.0"}}
-    return {"format": 1, "device": "a card", "ncu": "Version 2025.3", "environment": environment, "rows": rows}
+    reads = [{"bytes": 134_217_728, "us": 36.0, "share": 0.851}]
+    found = {"device": "a card", "ncu": "Version 2025.3", "environment": environment, "rows": rows, "reads": reads}
+    return {"format": 1} | found
 
 
 def test_lines_between_are_left_out_and_numbers_read() -> None:
@@ -50,6 +53,7 @@ def test_the_table_shows_the_kernel_that_took_most_cycles(tmp_path: Path) -> Non
     assert counters.main([], tmp_path) == 0
     text = page.read_text()
     assert "| `B1,H1,L9,D64,bf16` | `ours` | 61 | 60 | – | – | – | 1755 |" in text
+    assert "One call that only reads, alone: 134 MB in 36.0 µs, 0.85 of the bandwidth." in text
     assert "a card; Nsight Compute 2025.3; torch 2.11.0." in text
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert counters.main(["--check"], tmp_path) == 0
@@ -87,3 +91,8 @@ def test_what_is_looked_at_exists() -> None:
     assert counters.parse_cases(["B1,H1,L9,D64,bf16,causal=top_left=a+b"]) == {
         "B1,H1,L9,D64,bf16,causal=top_left": ["a", "b"]
     }
+
+
+def test_what_decoding_reads() -> None:
+    assert counters.key_value_bytes(Workload.parse("B2,H8/2,L1,S100,D64,Dv128,bf16")) == 2 * 2 * 100 * (64 + 128) * 2
+    assert counters.key_value_bytes(Workload.parse("B2,H8,L9,D64,bf16")) == 0

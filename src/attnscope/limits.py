@@ -5,11 +5,12 @@ Reads a Workload and a Device, writes Limits. Imports torch only inside function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from attnscope.device import Device, available_memory_bytes
+from attnscope.inputs import Tensor
 from attnscope.pacing import MeasureOptions
 from attnscope.power import Conditions, Sampler, nvml_reader
 from attnscope.records import Limits
@@ -189,16 +190,19 @@ def _bandwidths(device: Device, timer: Timer, seconds: float) -> tuple[float, fl
     wanted = max(READ_BYTES[device.kind], 4 * cache_bytes(device))
     size = min(wanted, available_memory_bytes(device) // 4) // (8 * MIB) * 8 * MIB
     buffer = torch.rand(max(size, 8 * MIB) // 4, device=device.torch_name)
-    total, rows = torch.empty((), device=device.torch_name), torch.empty(len(buffer) // 8192, device=device.torch_name)
-    ways: list[Callable[[], object]] = [
-        lambda: torch.sum(buffer, dim=0, out=total),
-        lambda: torch.sum(buffer.view(-1, 8192), dim=1, out=rows),
-    ]
-    read_ms = min(timer.steady_ms(way, seconds) for way in ways)
+    read_ms = min(timer.steady_ms(way, seconds) for way in read_ways(buffer))
     half = buffer.nbytes // 2
     source, target = buffer[: len(buffer) // 2], buffer[len(buffer) // 2 :]
     copy_ms = timer.steady_ms(lambda: target.copy_(source), seconds)
     return buffer.nbytes / read_ms / 1e6, 2 * half / copy_ms / 1e6
+
+
+def read_ways(buffer: Tensor) -> list[Call]:
+    """Two ways to sum a float32 buffer of a multiple of 8192 elements, which read all of it once."""
+    import torch
+
+    total, rows = buffer.new_empty(()), buffer.new_empty(len(buffer) // 8192)
+    return [lambda: torch.sum(buffer, dim=0, out=total), lambda: torch.sum(buffer.view(-1, 8192), dim=1, out=rows)]
 
 
 def _sm_clock_mhz(device: Device, timer: Timer, seen: Conditions) -> float | None:

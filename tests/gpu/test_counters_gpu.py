@@ -28,4 +28,5 @@ def test_every_column_of_a_call(gpu: Device) -> None:
     assert None not in shown.values(), (shown, sorted(kernel["metrics"]))
     assert 20 < (shown["tensor cores, %"] or 0) <= 100 and 20 < (shown["exponentials, %"] or 0) <= 100, shown
     assert 500 < (shown["clock, MHz"] or 0) < 3000
-    assert counters.table(found).count("\n") == 4
+    assert counters.table(found).count("\n") == 5
+    assert found["reads"] and all(0.3 < read["share"] <= 1.05 for read in found["reads"]), found["reads"]
