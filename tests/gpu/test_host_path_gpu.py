@@ -25,7 +25,7 @@ from card_contract import run_in_threads
 pytestmark = pytest.mark.gpu
 
 LIMIT_US = 15.0
-ROUNDS, CALLS = 10, 200  # the best round counts: what else the machine does is not the call's
+ROUNDS, CALLS, PAUSE_S = 20, 200, 0.1  # the best round counts: what else the machine does is not the call's
 CASES = [
     ("hopper", "B1,H2,L128,D128,bf16"),
     ("hopper", "B2,H4/2,L500,D64,fp16,causal,layout=blhd"),
@@ -64,7 +64,11 @@ def test_a_call_takes_the_host_at_most_fifteen_microseconds(name: str, text: str
         "nothing": lambda: None,
     }
     timer = make_timer(gpu)
-    took = {part: min(timer.host_us(call, CALLS) for _ in range(ROUNDS)) for part, call in parts.items()}
+    took = dict.fromkeys(parts, float("inf"))
+    for _ in range(ROUNDS):
+        for part, call in parts.items():
+            took[part] = min(took[part], timer.host_us(call, CALLS))
+        time.sleep(PAUSE_S)
     shown = ", ".join(f"{part} {us:.1f} us" for part, us in took.items())
     print(f"\n{name} on {text}: {shown}")
     assert took["the call"] <= LIMIT_US, f"best of {ROUNDS} medians of {CALLS} calls: {shown}"
