@@ -209,7 +209,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 4),
         Configuration(3, 128, 4, slack=8, query_slots=2),
         Configuration(2, 128, 4, query_slots=2),
-        Configuration(4, 64, 10, False, query_slots=2), Configuration(4, 64, 10, query_slots=2),
+        Configuration(4, 64, 10, False, query_slots=2), Configuration(4, 64, 10, False, slack=8, query_slots=2),
+        Configuration(4, 64, 10, query_slots=2),
     ),
     (64, False, False): (
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 3), Configuration(3, 128, 4, slack=8),
@@ -222,6 +223,7 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(3, 128, 4, **TABLE, query_slots=2, **EARLY),
         Configuration(2, 128, 4, **TABLE, query_slots=2, **EARLY),
         Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE),
+        Configuration(4, 64, 10, False, **TABLE, slack=8, query_slots=2, **ALTERNATE),
         Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE, **EARLY),
     ),
     (64, True, False): (
