@@ -19,8 +19,9 @@ BARRIER_BYTES = 8
 GROUP_ROWS = 64  # rows of a warpgroup's product
 PANEL_COLUMNS = 64  # 16-bit numbers of a row of 128 bytes, the widest that the hardware swizzles
 MULTIPROCESSORS = 132  # where the device does not say
-# Of the copying warpgroup and of each multiplying one; together 64 Ki. Where one multiplies, none are moved.
-REGISTERS = {1: (248, 248), 2: (24, 240), 3: (32, 160)}
+# Of the copying warpgroup and of each multiplying one; together at most what the launch gives all of them alike, 64 Ki
+# or a little less. Where one multiplies, none are moved.
+REGISTERS = {1: (248, 248), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
 OTHER_REGISTERS = 28  # beside results: with these the assembler spills nothing, with 24 it does
 SHORT, MEDIUM = 1024, 4096  # longest L or S of a length class
 MAX_TABLE_TILES = 2**20  # more take the host about a second to deal, and balance by their number
@@ -44,6 +45,7 @@ class Configuration(Settings, owner="hopper_cuda"):
     blocks take neighbouring heads of a group, or rows of a head, and copy keys and values once, for all of them.
     ``split``: where rows see all keys and the last round would leave blocks idle, its tiles' keys are dealt to all.
     ``early``: a tile's first scores are computed beside the last values of the tile before.
+    ``alternate``: groups change places every tile of rows, since under a causal mask the last rows have more to do.
     """
 
     groups: int
@@ -58,6 +60,7 @@ class Configuration(Settings, owner="hopper_cuda"):
     cluster: int = 1
     split: bool = False
     early: bool = False
+    alternate: bool = False
 
     @property
     def rows(self) -> int:
@@ -125,6 +128,10 @@ class Configuration(Settings, owner="hopper_cuda"):
         sees = workload.causal is None or workload.query_offset(0) >= 0
         return self.early and not self.split and workload.window is None and sees
 
+    def alternates(self, workload: Workload) -> bool:
+        """Whether groups change places every tile of rows: only where the last rows see more keys."""
+        return self.alternate and self.groups > 1 and workload.causal is not None
+
     def by_table(self, workload: Workload, multiprocessors: int) -> bool:
         """Whether a table says which cluster computes which tile: not where each has one tile at most."""
         helps = self.clusters(workload, multiprocessors) < self.tiles(workload) <= MAX_TABLE_TILES
@@ -141,6 +148,7 @@ class Configuration(Settings, owner="hopper_cuda"):
             "SNAKE": int(self.snake), "SLACK": self.slack, "TABLE": int(self.by_table(workload, multiprocessors)),
             "QUERY_SLOTS": self.query_slots, "CLUSTER": self.cluster, "CLUSTER_HEADS": self.cluster_heads(workload),
             "SPLIT": int(self.splits(workload, multiprocessors)), "EARLY": int(self.starts_early(workload)),
+            "ALTERNATE": int(self.alternates(workload)),
             "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
         }  # fmt: skip
 
@@ -191,6 +199,7 @@ TABLE: dict[str, Any] = {"schedule": "table"}
 PAIRS: dict[str, Any] = {"cluster": 2}
 SPLIT: dict[str, Any] = {"split": True}
 EARLY: dict[str, Any] = {"early": True}
+ALTERNATE: dict[str, Any] = {"alternate": True}
 
 # Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
 # fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dims
@@ -200,6 +209,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 4),
         Configuration(3, 128, 4, slack=8, query_slots=2),
         Configuration(2, 128, 4, query_slots=2),
+        Configuration(4, 64, 10, False, query_slots=2), Configuration(4, 64, 10, False, slack=8, query_slots=2),
+        Configuration(4, 64, 10, query_slots=2),
     ),
     (64, False, False): (
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 3), Configuration(3, 128, 4, slack=8),
@@ -211,6 +222,9 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4),
         Configuration(3, 128, 4, **TABLE, query_slots=2, **EARLY),
         Configuration(2, 128, 4, **TABLE, query_slots=2, **EARLY),
+        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE),
+        Configuration(4, 64, 10, False, **TABLE, slack=8, query_slots=2, **ALTERNATE),
+        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE, **EARLY),
     ),
     (64, True, False): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
@@ -233,6 +247,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2),
         Configuration(2, 128, 2, **TABLE), Configuration(2, 128, 2, **ONE_A_TILE),
         Configuration(2, 128, 2, **TABLE, query_slots=2, **EARLY),
+        Configuration(2, 64, 5, **TABLE, query_slots=2),
+        Configuration(2, 64, 5, False, **TABLE, query_slots=2, **ALTERNATE),
     ),
     (128, True, False): (
         Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 176, 2, False, **TABLE, slack=8),
@@ -351,8 +367,13 @@ def usual(workload: Workload) -> Configuration:
 
 def candidates(workload: Workload, device: Device) -> list[Configuration]:
     """Configurations worth timing for this workload, the usual one first; each fits, all its blocks have rows, and does
-    what it may do: cuts keys, starts early."""
+    what it may do: cuts keys, starts early, lets groups change places."""
     w, multiprocessors = workload, device.multiprocessors or MULTIPROCESSORS
     fitting = (one for one in choices(w) if one.fits(w.D, w.D_v))
     in_use = (one for one in fitting if w.L > one.rows or one.cluster == one.cluster_heads(w))
-    return [one for one in in_use if one.split <= one.splits(w, multiprocessors) and one.early <= one.starts_early(w)]
+    return [
+        one for one in in_use
+        if one.split <= one.splits(w, multiprocessors)
+        and one.early <= one.starts_early(w)
+        and one.alternate <= one.alternates(w)
+    ]  # fmt: skip

@@ -22,6 +22,8 @@
 //              `order` tells: three numbers a turn and cluster, the tile (-1: as without a table) and begin and end of its
 //              tiles of keys (alike: no more), the first row for all full rounds, then one a turn. A piece's sums go to
 //              `parts`, its maximum and sum of weights to `part_rows`; combine.cu puts the pieces of a tile together
+//   ALTERNATE  groups take the block's rows from the first on, and every other turn from the last on: under a causal mask
+//              the last ones have the most to do, and groups wait for one another only through slots and stages
 //   EARLY      (no WINDOW, no SPLIT, each row sees a key) the next tile's first scores are computed beside this one's last
 //              values
 //   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
@@ -73,9 +75,11 @@ struct Shape {
 // n / X of a number below 2^30, as large as X may be: a division would take a hundred cycles, before anything is copied.
 __device__ __forceinline__ int divide(int n, u64 by_x) { return (int)__umul64hi((u64)((unsigned)n * 4), by_x); }
 
-// A tile of rows, and the tiles of keys, begin .. end - 1, that any row of the cluster sees.
+// A tile of rows, and the tiles of keys, begin .. end - 1, that any row of the cluster sees. backwards: the first group
+// has the last rows.
 struct Work {
   int batch, head, first, begin, end;
+  bool backwards;
 };
 
 __device__ __forceinline__ int tiles_of(int keys) { return (keys + KEYS - 1) / KEYS; }
@@ -123,6 +127,7 @@ __device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
   work.first = first + (blockIdx.x + turn) % CLUSTER_TILES * QUERIES;
   int high = DIAGONAL ? min(shape.S, min(first + CLUSTER_TILES * QUERIES, shape.L) - 1 + shape.reach) : shape.S;
   work.end = SPLIT ? end : tiles_of(max(high, 0));
+  work.backwards = ALTERNATE && turn % 2;
   work.begin = SPLIT ? begin : WINDOW ? min(max(first + shape.lag, 0) / KEYS, work.end) : 0;
   turn++;
   return true;
@@ -250,7 +255,7 @@ struct Group {
   Barriers* barriers;
   u64 query_operand, key_operand, value_operand;
   float scale2;
-  int index;
+  int index, place;  // of the group in its block, and of its rows where groups ALTERNATE
 
   __device__ __forceinline__ void release(Barrier* empty) const {
     if (threadIdx.x % 32 == 0) arrive(empty);  // each warp for itself: products of another may still be reading
@@ -270,6 +275,7 @@ struct Group {
   // Begun, not waited for.
   __device__ __forceinline__ void start_scores() {
     u64 q = query_operand + queries.stage * (QUERY_BYTES >> 4), k = key_operand + keys.stage * (KEY_BYTES >> 4);
+    if (ALTERNATE) q += place * (64 * ROW_BYTES >> 4);
     settle<SCORE_TILES>(s);
     begin_products();
 #pragma unroll
@@ -346,6 +352,9 @@ struct Group {
     values.next();
   }
 
+  __device__ __forceinline__ int place_in(const Work& work) const { return work.backwards ? GROUPS - 1 - index : index; }
+  // Of 64.
+  __device__ __forceinline__ int first_row(const Work& work) const { return work.first + 64 * place_in(work); }
   // The tile of keys after the last one that a group's 64 rows see.
   __device__ __forceinline__ int end_of(int first, const Work& work, const Shape& shape) const {
     int end = DIAGONAL ? min(tiles_of(max(min(first + 64, shape.L) - 1 + shape.reach, 0)), work.end) : work.end;
@@ -367,7 +376,8 @@ struct Group {
 
   // A tile of rows; where EARLY, without what comes before its first scores and after its last ones.
   __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
-    int first = work.first + 64 * index;
+    int first = first_row(work);
+    place = place_in(work);
     begin_rows(first, shape);
     int end = end_of(first, work, shape), tile = (EARLY ? end : work.end) - 1;
     int begin = WINDOW ? max(max(first + shape.lag, 0) / KEYS, work.begin) : work.begin;
@@ -407,7 +417,8 @@ struct Group {
   // Scores wait for the values, too: products that go on into the next round of a loop are made serial by the compiler.
   __device__ __forceinline__ bool walk_on(Turns& turns, Work& work, Work& next, bool& begun, const Shape& shape) {
     work = next;
-    int end = end_of(work.first + 64 * index, work, shape);
+    place = place_in(work);
+    int end = end_of(first_row(work), work, shape);
     bool any = alike(work.begin < end);
     if (alike(!begun)) {
       wait_for(&barriers->q_full[queries.stage], queries.phase);
@@ -420,7 +431,8 @@ struct Group {
     queries.next();
     bool more = turns.take(next, shape);
     if (more) turns.look_ahead(shape);
-    end = end_of(next.first + 64 * index, next, shape);
+    end = end_of(first_row(next), next, shape);
+    place = place_in(next);
     begun = alike(more && any && next.begin < end && end == next.end);
     if (begun) {
       wait_for(&barriers->q_full[queries.stage], queries.phase);
@@ -528,7 +540,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     Group own;
     own.barriers = barriers;
     own.index = warpgroup - 1;
-    own.query_operand = describe_operand(queries + own.index * 64 * ROW_BYTES, 0);
+    own.query_operand = describe_operand(queries + (ALTERNATE ? 0 : own.index * 64 * ROW_BYTES), 0);
     own.key_operand = describe_operand(keys, 0);
     own.value_operand = describe_operand(values, KEYS * ROW_BYTES);
     own.scale2 = scale * LOG2_E;
@@ -546,7 +558,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
         if (work.begin < work.end) own.queries.next();
         turns.look_ahead(shape);  // here, where registers are free and there is the result to store meanwhile
       }
-      int row = work.first + 64 * own.index + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      int row = own.first_row(work) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       // In `parts`: of a piece, what the cluster's blocks have, heads one after the other, or tiles of rows.
       int piece = (turns.turn - 1 - whole_turns) * turns.clusters() + turns.cluster();
       int place = CLUSTER_HEADS > 1 ? blockIdx.x % CLUSTER : work.first / QUERIES % CLUSTER;
