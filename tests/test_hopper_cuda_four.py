@@ -153,12 +153,13 @@ def test_groups_change_places_only_under_a_causal_mask():
     assert not dataclasses.replace(FOUR, groups=1).alternates(workload)
 
 
-def test_four_groups_are_offered_for_short_ones_and_never_first():
+def test_four_groups_are_offered_at_64_columns_and_never_first():
     for entries in (*CHOICES.values(), *FEW.values()):
         assert entries[0].groups < 4 and not entries[0].alternate
     for text, offered in (
         ("B64,H16,L256,D64,bf16,causal", True), ("B32,H12,L512,D64,bf16", True), ("B32,H32,L512,D64,fp16,causal", True),
-        ("B32,H16,L512,D128,bf16,causal", False), ("B8,H16,L2048,D64,bf16,causal", False),
+        ("B32,H16,L512,D128,bf16,causal", False), ("B8,H16,L2048,D64,bf16,causal", True),
+        ("B2,H32,L8192,D64,fp16", True),
     ):  # fmt: skip
         workload = Workload.parse(text)
         found = configurations.candidates(workload, HOPPER)
@@ -173,7 +174,9 @@ def test_a_table_holds_it():
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("text", ["B64,H16,L256,D64,{},causal", "B32,H12,L512,D64,{}", "B32,H16,L512,D128,{},causal"])
+@pytest.mark.parametrize(
+    "text", ["B64,H16,L256,D64,{},causal", "B32,H12,L512,D64,{}", "B32,H16,L512,D128,{},causal", "B2,H32,L8192,D64,{}"]
+)
 def test_no_candidate_of_four_groups_spills_or_serialises(text, dtype):
     workload = Workload.parse(text.format(dtype))
     found = [one for one in configurations.candidates(workload, HOPPER) if one.groups == 4 or one.alternate]

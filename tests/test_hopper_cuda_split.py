@@ -148,6 +148,7 @@ CASES = [
     ("B1,H3/1,L100,S265,D72,bf16", Configuration(2, 16, 2, split=True, cluster=2), 4),
     ("B1,H6/3,L100,S265,D72,fp16,layout=blhd", Configuration(2, 16, 2, split=True, cluster=2), 4),  # heads of a group
     ("B1,H1,L500,D64,bf16,layout=qkv", Configuration(3, 16, 3, split=True), 2),
+    ("B1,H1,L700,D64,bf16", Configuration(4, 16, 3, False, query_slots=2, split=True), 2),
     ("B1,H5,L150,S265,D192,Dv128,bf16", Configuration(3, 16, 3, slack=8, split=True), 4),
     ("B1,H3,L100,S260,D256,bf16,scale=0.5", Configuration(2, 16, 2, False, slack=8, split=True), 2),
     ("B1,H3/1,L70,S300,D128,Dv40,fp16,layout=blhd", Configuration(1, 16, 2, split=True), 4),

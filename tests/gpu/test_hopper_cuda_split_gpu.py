@@ -38,6 +38,7 @@ CASES = [
     ("B1,H4,L64,S65536,D128,bf16", Configuration(1, 128, 3, split=True)),  # no whole turn
     ("B3,H5/1,L1,S9001,D72,Dv40,bf16", TINY),
     ("B1,H200,L64,S512,D16,fp16,scale=0.7", TINY),
+    ("B1,H9,L4097,D64,bf16", Configuration(4, 64, 10, False, query_slots=2, split=True)),
 ]
 
 

@@ -214,8 +214,9 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     ),
     (64, False, False): (
         Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 3), Configuration(3, 128, 4, slack=8),
-        Configuration(3, 128, 4, query_slots=2, **PAIRS), Configuration(3, 128, 4, slack=8, **PAIRS),
-        Configuration(3, 128, 4, query_slots=2, **SPLIT),
+        Configuration(3, 128, 4, query_slots=2, **SPLIT), Configuration(4, 64, 10, False, query_slots=2),
+        Configuration(4, 64, 10, False, query_slots=2, **SPLIT),
+        Configuration(4, 64, 10, False, slack=8, query_slots=2, **SPLIT),
     ),
     (64, True, True): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
@@ -229,7 +230,8 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (64, True, False): (
         Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
         Configuration(3, 128, 4, **TABLE, slack=8), Configuration(3, 128, 4, **ONE_A_TILE),
-        Configuration(3, 128, 4, **TABLE, query_slots=2, **PAIRS), Configuration(3, 128, 4, **TABLE, **PAIRS),
+        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE),
+        Configuration(4, 64, 10, False, **TABLE, slack=8, query_slots=2, **ALTERNATE),
     ),
     (128, False, True): (
         Configuration(2, 128, 2, query_slots=2), Configuration(2, 128, 2), Configuration(2, 176, 2, slack=8),
