@@ -258,18 +258,22 @@ def run_case(implementation: Implementation, inputs: Inputs, truth: Attention, d
     if output.lse is not None:
         torch.testing.assert_close(output.lse.double(), truth.lse, atol=1e-4, rtol=1e-5)
     if implementation.sheet.deterministic:
-        assert torch.equal(prepared.forward(inputs).out, output.out)
+        again = prepared.forward(inputs)
+        assert torch.equal(again.out, output.out), "out of equal calls must have equal bits"
+        assert output.lse is None or torch.equal(again.lse, output.lse), "lse of equal calls must have equal bits"
     if not implementation.reasons_unsupported(workload, device, "backward"):
-        check_backward(prepared, inputs, truth)
+        check_backward(prepared, inputs, truth, deterministic=implementation.sheet.deterministic)
     for name, tensor in inputs.tensors().items():
         assert torch.equal(tensor, before[name]), f"{name} was changed"
 
 
-def check_backward(prepared: Prepared, inputs: Inputs, truth: Attention) -> None:
+def check_backward(prepared: Prepared, inputs: Inputs, truth: Attention, *, deterministic: bool = False) -> None:
     saved_output = prepared.forward(inputs, save=True)
     assert_close("out", saved_output.out, truth.out, truth.scales["out"], inputs.workload)
-    prepared.backward(inputs, saved_output.saved)
+    first = {name: t.clone() for name, t in prepared.backward(inputs, saved_output.saved).tensors().items()}
     gradients = prepared.backward(inputs, saved_output.saved).tensors()
+    for name in first if deterministic else ():
+        assert torch.equal(gradients[name], first[name]), f"{name} of equal calls must have equal bits"
     wanted = {name for name in truth.tensors() if name.startswith("d")}
     assert set(gradients) == wanted
     for name, gradient in gradients.items():

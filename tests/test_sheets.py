@@ -238,10 +238,10 @@ def test_a_sheet_that_lies_about_tracing_fails() -> None:
 
 
 class HalfBackward(Liar):
-    """Has a backward; ``lie`` leaves out the bias's gradient, or the one of v."""
+    """Has a backward; ``lie`` leaves out the bias's gradient, or the one of v, or changes a bit of dq each time."""
 
     def __init__(self, lie: str) -> None:
-        super().__init__(lie, features=frozenset({"bias"}), directions=frozenset(DIRECTIONS))
+        super().__init__(lie, features=frozenset({"bias"}), directions=frozenset(DIRECTIONS), deterministic=True)
 
     def forward(self, inputs: Inputs, *, save: bool = False) -> Output:
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v", "bias")}
@@ -255,14 +255,17 @@ class HalfBackward(Liar):
         dq, dk, dv, dbias = torch.autograd.grad(out, tuple(leaves.values()), inputs.grad_out, retain_graph=True)
         if self.lie == "v":
             dv = torch.zeros_like(dv)
+        if self.lie == "equal bits":
+            self.calls += 1
+            dq = dq * (1 + self.calls * 2.0**-22)
         return Gradients(dq, dk, dv, None if self.lie == "bias" else dbias)
 
 
 def test_a_sheet_that_lies_about_a_gradient_fails() -> None:
     workload = plain(HalfBackward("nothing"), bias="fp32")
     run_case(HalfBackward("nothing"), *problem(workload, CPU), CPU)
-    for lie in ("bias", "v"):
-        with pytest.raises(AssertionError):
+    for lie, says in (("bias", "dbias"), ("v", "dv of"), ("equal bits", "dq of equal calls must have equal bits")):
+        with pytest.raises(AssertionError, match=says):
             run_case(HalfBackward(lie), *problem(workload, CPU), CPU)
     with pytest.raises(AttributeError, match="backward"):
         run_case(Liar("backward", directions=frozenset(DIRECTIONS)), *problem(plain(Liar("")), CPU), CPU)
