@@ -101,6 +101,13 @@ FEATURE_CASES = {
 }
 COMPILED = {name for name in names("all") if find(name).sheet.compiled}
 COMPILED_CASES = {"B2,H4,L65,D32,fp32,causal", CASES[-1]}
+# What these two do not hold of naive_compiled's features; flex's are tried in test_peers.
+LONG_CASES = {
+    "B1,H2,L65,D32,fp32,window=9,causal",
+    "B2,H2,L64,D32,fp32,causal,lengths=64/33",
+    "H4/2,D32,fp32,packed=64/1/65",
+    "B1,H2,L65,D32,fp32,softcap=2.5,scale=0.7,causal",
+}
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -109,12 +116,24 @@ def cases_of(workloads: list[str]) -> list[object]:
     """(name, workload) pairs; a compiler is slow, so it gets a few."""
     return [
         pytest.param(
-            name, text, marks=pytest.mark.long if name == "flex" else pytest.mark.slow if name in COMPILED else ()
+            name,
+            text,
+            marks=()
+            if name not in COMPILED
+            else pytest.mark.long
+            if name == "flex" or text in LONG_CASES
+            else pytest.mark.slow,
         )
         for name in names("all")
         for text in workloads
-        if name not in COMPILED or text in COMPILED_CASES
+        if name not in COMPILED or text in COMPILED_CASES or (name != "flex" and text in LONG_CASES)
     ]
+
+
+def test_naive_compiled_is_tried_with_every_feature() -> None:
+    tried = [Workload.parse(text) for text in COMPILED_CASES | LONG_CASES]
+    assert LONG_CASES < set(CASES)
+    assert frozenset().union(*(w.features for w in tried)) == find("naive_compiled").sheet.features
 
 
 @pytest.fixture(scope="module")
