@@ -366,6 +366,22 @@ def test_what_the_frontend_raises_becomes_a_sentence(error: Exception, sentence:
     assert cudnn.sentence_of(error) == sentence
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "it ran out of the card's memory"),
+        ("INTERNAL_ERROR_UNEXPECTED_VALUE", "it failed inside"),
+        ("NOT_SUPPORTED_ARCH_MISMATCH", "its kernels for this are for another architecture"),
+        ("NOT_SUPPORTED_PADDING", "none of its engines takes this graph"),
+        ("SERIALIZATION_VERSION_MISMATCH", "it reports serialization version mismatch"),  # of no entry
+    ],
+)
+def test_every_status_becomes_words(status: str, words: str) -> None:
+    said = f"execute failed with CUDNN_STATUS_{status}"
+    assert cudnn.sentence_of(RuntimeError(said)) == f"{words} ({said})"
+    assert cudnn.sentence_of(RuntimeError("CUDNN_STATUS_SUCCESS but odd")) == "CUDNN_STATUS_SUCCESS but odd"
+
+
 def test_a_refused_plan_names_the_direction_and_is_not_kept(frontend: Frontend) -> None:
     workload = Workload.parse("B1,H2,L20,D32,bf16")
     frontend.refusal = cudnnGraphNotSupportedError("not today")
