@@ -101,7 +101,7 @@ def test_a_rung_is_right_on_the_emulator(emulated):
 @pytest.mark.long
 @pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
 def test_what_every_rung_claims_beside_the_plain_causal_mask(emulated, rung):
-    """A scale of its own, a mask aligned to the bottom right, which is the same here, and a head dim that is no power of
+    """A scale of its own, a mask aligned to the bottom right, the same here, and a head dim that is no power of
     2 where it takes one."""
     assert rung.sheet.features == {"causal_top_left", "causal_bottom_right", "scale"}
     spelled = f"B1,H2,L19,D{head_dim(rung, 20)},fp32,causal=bottom_right,scale=0.3,layout=qkv"
