@@ -322,10 +322,11 @@ def test_a_broken_install_is_one_sentence(
     [
         ImportError("libcudart.so.12: cannot open shared object file\nand more"),
         AttributeError("undefined symbol: cudnnFoo"),
+        SystemExit(3),
     ],
 )
 def test_an_import_that_fails_is_one_sentence(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, error: Exception
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     class Finder:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:

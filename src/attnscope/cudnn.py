@@ -102,7 +102,7 @@ def load_frontend() -> Any:
 
         cudnn = sys.modules.get(MODULE) or _first_import()
         lacking = [name for name in NEEDED if not hasattr(cudnn, name)]
-    except Exception as error:  # someone else's package, which may fail in any way when it is imported
+    except (Exception, SystemExit) as error:  # someone else's package, which may fail in any way when it is imported
         raise PrepareFailed(f"{PACKAGE} does not import: {first_line(error)}") from error
     if lacking:
         raise PrepareFailed(f"{PACKAGE} lacks {', '.join(lacking)}: another package may be named cudnn here")
