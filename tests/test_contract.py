@@ -101,6 +101,13 @@ FEATURE_CASES = {
 }
 COMPILED = {name for name in names("all") if find(name).sheet.compiled}
 COMPILED_CASES = {"B2,H4,L65,D32,fp32,causal", CASES[-1]}
+# What these two do not hold of naive_compiled's features; flex's are tried in test_peers.
+LONG_CASES = {
+    "B1,H2,L65,D32,fp32,window=9,causal",
+    "B2,H2,L64,D32,fp32,causal,lengths=64/33",
+    "H4/2,D32,fp32,packed=64/1/65",
+    "B1,H2,L65,D32,fp32,softcap=2.5,scale=0.7,causal",
+}
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -109,12 +116,24 @@ def cases_of(workloads: list[str]) -> list[object]:
     """(name, workload) pairs; a compiler is slow, so it gets a few."""
     return [
         pytest.param(
-            name, text, marks=pytest.mark.long if name == "flex" else pytest.mark.slow if name in COMPILED else ()
+            name,
+            text,
+            marks=()
+            if name not in COMPILED
+            else pytest.mark.long
+            if name == "flex" or text in LONG_CASES
+            else pytest.mark.slow,
         )
         for name in names("all")
         for text in workloads
-        if name not in COMPILED or text in COMPILED_CASES
+        if name not in COMPILED or text in COMPILED_CASES or (name != "flex" and text in LONG_CASES)
     ]
+
+
+def test_naive_compiled_is_tried_with_every_feature() -> None:
+    tried = [Workload.parse(text) for text in COMPILED_CASES | LONG_CASES]
+    assert LONG_CASES < set(CASES)
+    assert frozenset().union(*(w.features for w in tried)) == find("naive_compiled").sheet.features
 
 
 @pytest.fixture(scope="module")
@@ -258,18 +277,22 @@ def run_case(implementation: Implementation, inputs: Inputs, truth: Attention, d
     if output.lse is not None:
         torch.testing.assert_close(output.lse.double(), truth.lse, atol=1e-4, rtol=1e-5)
     if implementation.sheet.deterministic:
-        assert torch.equal(prepared.forward(inputs).out, output.out)
+        again = prepared.forward(inputs)
+        assert torch.equal(again.out, output.out), "out of equal calls must have equal bits"
+        assert output.lse is None or torch.equal(again.lse, output.lse), "lse of equal calls must have equal bits"
     if not implementation.reasons_unsupported(workload, device, "backward"):
-        check_backward(prepared, inputs, truth)
+        check_backward(prepared, inputs, truth, deterministic=implementation.sheet.deterministic)
     for name, tensor in inputs.tensors().items():
         assert torch.equal(tensor, before[name]), f"{name} was changed"
 
 
-def check_backward(prepared: Prepared, inputs: Inputs, truth: Attention) -> None:
+def check_backward(prepared: Prepared, inputs: Inputs, truth: Attention, *, deterministic: bool = False) -> None:
     saved_output = prepared.forward(inputs, save=True)
     assert_close("out", saved_output.out, truth.out, truth.scales["out"], inputs.workload)
-    prepared.backward(inputs, saved_output.saved)
+    first = {name: t.clone() for name, t in prepared.backward(inputs, saved_output.saved).tensors().items()}
     gradients = prepared.backward(inputs, saved_output.saved).tensors()
+    for name in first if deterministic else ():
+        assert torch.equal(gradients[name], first[name]), f"{name} of equal calls must have equal bits"
     wanted = {name for name in truth.tensors() if name.startswith("d")}
     assert set(gradients) == wanted
     for name, gradient in gradients.items():

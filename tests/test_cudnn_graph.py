@@ -9,6 +9,7 @@ import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from attnscope.implementations.cuda_ladder import LIBRARY_RUNGS, ForwardV10
 from attnscope.implementations.cudnn_graph import CudnnGraph, Settings
 from attnscope.inputs import make_inputs
 from attnscope.ladder import workload_for
+from attnscope.records import read_runs
 from attnscope.workload import Workload
 from cudnn_stand_in import Frontend, cudnnGraphNotSupportedError
 from test_contract import every_other, problem, run_case
@@ -320,10 +322,11 @@ def test_a_broken_install_is_one_sentence(
     [
         ImportError("libcudart.so.12: cannot open shared object file\nand more"),
         AttributeError("undefined symbol: cudnnFoo"),
+        SystemExit(3),
     ],
 )
 def test_an_import_that_fails_is_one_sentence(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, error: Exception
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     class Finder:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
@@ -364,6 +367,22 @@ def test_an_import_that_fails_is_one_sentence(
 )
 def test_what_the_frontend_raises_becomes_a_sentence(error: Exception, sentence: str) -> None:
     assert cudnn.sentence_of(error) == sentence
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "it ran out of the card's memory"),
+        ("INTERNAL_ERROR_UNEXPECTED_VALUE", "it failed inside"),
+        ("NOT_SUPPORTED_ARCH_MISMATCH", "its kernels for this are for another architecture"),
+        ("NOT_SUPPORTED_PADDING", "none of its engines takes this graph"),
+        ("SERIALIZATION_VERSION_MISMATCH", "it reports serialization version mismatch"),  # of no entry
+    ],
+)
+def test_every_status_becomes_words(status: str, words: str) -> None:
+    said = f"execute failed with CUDNN_STATUS_{status}"
+    assert cudnn.sentence_of(RuntimeError(said)) == f"{words} ({said})"
+    assert cudnn.sentence_of(RuntimeError("CUDNN_STATUS_SUCCESS but odd")) == "CUDNN_STATUS_SUCCESS but odd"
 
 
 def test_a_refused_plan_names_the_direction_and_is_not_kept(frontend: Frontend) -> None:
@@ -484,6 +503,24 @@ def test_one_workspace_a_stream_grows_is_shared_and_goes_with_its_last_user(
     del first
     gc.collect()
     assert cudnn_plans.workspace_sizes() == {}
+
+
+def test_workspaces_on_record_are_what_the_guide_says() -> None:
+    """docs/guide/cudnn.md, of each plain backward that was recorded: float32 dq, and dk and dv of grouped heads."""
+    rows = [
+        row
+        for run in read_runs(Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200.jsonl")
+        for row in run.results
+        if row.implementation == "cudnn_graph" and row.forward is not None and Workload.parse(row.workload).bias is None
+    ]
+    assert {Workload.parse(row.workload).group for row in rows} > {1}
+    for row in rows:
+        w = Workload.parse(row.workload)
+        assert row.forward.workspace_mib < 1, w
+        if row.backward is not None:
+            grouped = 2 * w.B * w.H * w.S * (w.D + w.D_v) if w.group > 1 else 0
+            least = (4 * w.B * w.H * w.L * w.D + grouped) / 2**20
+            assert least <= row.backward.workspace_mib < 1.05 * least + 0.1, w
 
 
 def test_a_captured_call_does_not_use_the_shared_workspace(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:

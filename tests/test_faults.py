@@ -129,6 +129,15 @@ def test_what_cannot_run_is_skipped_with_its_reason(cpu):
     assert seen.outcome == "skipped" and "runs on cuda, not on cpu" in seen.detail
 
 
+OF_BACKWARD = [fault for fault in FAULTS if "backward" in fault.range]
+
+
+@pytest.mark.parametrize("fault", [f for f in OF_BACKWARD if "cpu" in f.devices], ids=lambda fault: fault.id)
+def test_a_fault_of_the_backward_is_not_absent_where_there_is_none(cpu, fault):
+    seen = fault.try_on(find("naive_inplace"), cpu)
+    assert seen.outcome == "skipped" and "has no backward" in seen.detail, seen
+
+
 class Broken(SheetImplementation):
     """Naive with one fault, put in by ``twist``."""
 
@@ -357,6 +366,9 @@ def test_the_file_that_ships_is_what_the_command_wrote():
     for record in records:  # words come from the probes; nobody edits them
         fault = find_fault(record.id)
         assert (record.range, record.wrong, record.source) == (fault.range, fault.wrong, fault.source)
+    of_backward = {fault.id for fault in OF_BACKWARD}
+    for record in records:
+        assert record.id not in of_backward or "backward" in find(record.implementation).sheet.directions, record
     observed = {(r.id, r.implementation) for r in records if r.outcome == "observed" and r.device == "cpu"}
     assert {("W1", "naive"), ("W1", "naive_inplace")} <= observed
     text = KNOWN_FAULTS.read_text()

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -302,6 +303,23 @@ def test_locking_keeps_what_the_hub_lists_and_fetches_no_file(monkeypatch):
     }  # fmt: skip
     assert entries["org/small@v1"]["files"].keys() == files.keys()
     assert {value.partition(":")[0] for value in entries["org/small@v1"]["files"].values()} == {"sha256", "git-sha1"}
+
+
+@pytest.mark.parametrize("name", ["my kernel", "x" * 101])
+def test_a_name_that_no_record_takes_is_refused_before_any_code_runs(name, monkeypatch):
+    hub_kernels.write(Path(name))
+    monkeypatch.setattr(hub, "_ask_child", lambda *_: pytest.fail("it went on to load it"))
+    with pytest.raises(UsageError, match="name must be at most 100 letters"):
+        registry.select(f"hub:./{name}")
+
+
+def test_locking_with_a_broken_huggingface_hub_is_one_sentence(monkeypatch):
+    broken = types.ModuleType("huggingface_hub")
+    broken.__getattr__ = lambda name: (_ for _ in ()).throw(AttributeError(f"no {name}\nsecond line"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", broken)
+    monkeypatch.setattr("attnscope.implementation.missing_package", lambda package: None)
+    with pytest.raises(UsageError, match=r"huggingface-hub does not import: ImportError: .*\nhint: pip install"):
+        trust.lock_kernel("org/small@v1")
 
 
 WORKLOAD = "B1,H4/2,L17,S33,D16,bf16,causal=bottom_right,window=9,softcap=5"

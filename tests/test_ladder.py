@@ -12,9 +12,10 @@ import pytest
 from attnscope import cuda, ladder, ladder_views
 from attnscope.device import Device, Environment
 from attnscope.errors import RecordError, UnknownName, UsageError
+from attnscope.implementation import FEATURE_SENTENCES, find, names
 from attnscope.ladder import LadderRow, LadderRun, Timing
 from attnscope.records import Limits
-from attnscope.workload import Workload
+from attnscope.workload import DIRECTIONS, Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import ladder_figures
@@ -28,6 +29,7 @@ from attnscope.implementations import cuda_ladder  # noqa: E402
 from attnscope.implementations.cuda_ladder import RUNGS, common, flash  # noqa: E402
 from attnscope.inputs import make_inputs  # noqa: E402
 from attnscope.reference import compute_attention  # noqa: E402
+from test_contract import FEATURE_CASES  # noqa: E402
 
 ALL_RUNGS = [rung for way in RUNGS.values() for rung in way]
 HOPPER = Device("cuda", "a Hopper", capability=(9, 0), multiprocessors=132)
@@ -94,6 +96,28 @@ def head_dim(rung, wanted: int) -> int:
 
 def test_a_rung_is_right_on_the_emulator(emulated):
     check_rung(emulated, cuda_ladder.ForwardV4, "B2,H2,L33,D32,fp32,causal,layout=qkv", 64)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rung", ALL_RUNGS, ids=lambda r: r.name)
+def test_what_every_rung_claims_beside_the_plain_causal_mask(emulated, rung):
+    """A scale of its own, a mask aligned to the bottom right, the same here, and a head dim that is no power of
+    2 where it takes one."""
+    assert rung.sheet.features == {"causal_top_left", "causal_bottom_right", "scale"}
+    spelled = f"B1,H2,L19,D{head_dim(rung, 20)},fp32,causal=bottom_right,scale=0.3,layout=qkv"
+    check_rung(emulated, rung, spelled, rung.block_sizes[0])
+
+
+@pytest.mark.parametrize("name", names("ladder"))
+def test_every_rung_refuses_each_feature_that_it_does_not_claim(name):
+    rung = find(name)
+    for feature in sorted(FEATURE_CASES.keys() - rung.sheet.features):
+        for direction in DIRECTIONS:
+            reasons = rung.reasons_unsupported(Workload.parse(FEATURE_CASES[feature]), HOPPER, direction)
+            assert any(FEATURE_SENTENCES[feature] in reason for reason in reasons), (feature, reasons)
+    for dtype in sorted({"bf16", "fp16", "fp32", "fp64"} - rung.sheet.dtypes):
+        reasons = rung.reasons_unsupported(Workload.parse(f"H1,L8,D64,{dtype},causal"), HOPPER)
+        assert any(f"not {dtype}" in reason for reason in reasons), (dtype, reasons)
 
 
 @pytest.mark.slow

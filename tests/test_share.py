@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnscope import share
-from attnscope.errors import TraceError, UsageError
+from attnscope.errors import AttnscopeError, TraceError, UsageError
 from attnscope.scrubbing import look_for_private
 from hub_stand_in import Hub
 
@@ -277,13 +277,25 @@ def test_without_a_library_that_uploads_it_says_which(folder, monkeypatch):
 
 
 @needs_hub
+def test_an_upload_that_fails_is_one_sentence_that_blames_nobody(folder, monkeypatch):
+    def broken(*_):
+        raise ImportError("libcudart.so.12: cannot open\nsecond line")
+
+    monkeypatch.setattr(share, "_uploader", lambda: "huggingface_hub")
+    monkeypatch.setattr(share, "_by_hub", broken)
+    with pytest.raises(AttnscopeError, match=r"^the upload to me/traces failed: ImportError: .* cannot open\nhint: .*"):
+        share.share_traces(folder, "me/traces")
+
+
+@needs_hub
 @pytest.mark.parametrize("mirror", [False, True])
-def test_trace_util_is_told_not_to_delete_since_it_would(folder, monkeypatch, mirror):
+def test_trace_util_is_told_not_to_delete_since_it_would(folder, monkeypatch, capsys, mirror):
     """By a module with the signature of trace-util 0.2, whose ``delete`` is True by default."""
     asked = {}
 
     def upload_traces(bucket_name, folder_path, *, token=None, delete=True, do_login=True, recursive=True):
         asked.update(bucket=bucket_name, delete=delete, do_login=do_login)
+        print("Sync plan: as huggingface_hub prints it where it is not told to be quiet")
         return [types.SimpleNamespace(path=name) for name in share.find_traces(folder_path)[0]]
 
     stand_in = types.ModuleType("trace_util")
@@ -294,6 +306,8 @@ def test_trace_util_is_told_not_to_delete_since_it_would(folder, monkeypatch, mi
     shared = share.share_traces(folder, "me/traces", mirror=mirror)
     assert asked == {"bucket": "me/traces", "delete": mirror, "do_login": False}
     assert shared.through == "trace-util"
+    said = capsys.readouterr()
+    assert (said.out, said.err[:9]) == ("", "Sync plan"), "stdout is for the links"
     assert shared.links["deep er/b.json.gz"].endswith("/buckets/me/traces/resolve/deep%20er/b.json.gz")
 
 
@@ -315,7 +329,8 @@ def test_traces_arrive_and_nothing_is_deleted(folder, tmp_path):
     assert "left out, no traces: login.json" in done.stderr
     through = "trace-util" if importlib.util.find_spec("trace_util") else "huggingface_hub"
     assert f"uploaded through {through}" in done.stderr
-    links = [line.strip() for line in done.stdout.splitlines() if "ui.perfetto.dev" in line]
+    names, links = done.stdout.splitlines()[::2], [line.strip() for line in done.stdout.splitlines()[1::2]]
+    assert names == ["a.json", "c.json", "deep er/b.json.gz"], "nothing else is on stdout"
     assert links == [
         f"https://ui.perfetto.dev/#!/?url={hub.endpoint}/buckets/me/traces/resolve/{path}"
         for path in ("a.json", "c.json", "deep%20er/b.json.gz")

@@ -44,6 +44,9 @@ STATUS_SENTENCES = {
     "SUBLIBRARY_LOADING_FAILED": "a part of cuDNN does not load",
     "NOT_INITIALIZED": "cuDNN could not start on this device",
     "ALLOC_FAILED": "it ran out of memory",
+    "INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED": "it ran out of the card's memory",
+    "INTERNAL_ERROR_HOST_ALLOCATION_FAILED": "it ran out of the machine's memory",
+    "INTERNAL_ERROR_COMPILATION_FAILED": "a kernel did not compile",
     "EXECUTION_FAILED": "a kernel did not run",
     "BAD_PARAM": "it does not accept a parameter",
     "INTERNAL_ERROR": "it failed inside",
@@ -99,7 +102,7 @@ def load_frontend() -> Any:
 
         cudnn = sys.modules.get(MODULE) or _first_import()
         lacking = [name for name in NEEDED if not hasattr(cudnn, name)]
-    except Exception as error:  # someone else's package, which may fail in any way when it is imported
+    except (Exception, SystemExit) as error:  # someone else's package, which may fail in any way when it is imported
         raise PrepareFailed(f"{PACKAGE} does not import: {first_line(error)}") from error
     if lacking:
         raise PrepareFailed(f"{PACKAGE} lacks {', '.join(lacking)}: another package may be named cudnn here")
@@ -143,7 +146,7 @@ def sentence_of(error: BaseException) -> str:
     text = str(error)
     if declined := re.search(r"the backend declined: (.+?)(?:; python engines|\)?$)", text):
         text = declined.group(1)  # the frontend's own engines, which are passed over, are not asked
-    status = next((words for name, words in STATUS_SENTENCES.items() if f"CUDNN_STATUS_{name}" in text), None)
+    status = _status_in(text)
     engines = [reason.strip() for reason in re.findall(r"Reason: (.+)", text)]
     said = [reason for reason in engines if " " in reason and "status" not in reason and "::" not in reason]
     if said:
@@ -151,6 +154,15 @@ def sentence_of(error: BaseException) -> str:
         return f"{status or 'it has no plan for this graph'} (its engines say: {'; '.join(common)})"
     first = text.strip().partition("\n")[0].strip()
     return f"{status} ({first})" if status else first or type(error).__name__
+
+
+def _status_in(text: str) -> str | None:
+    """A status of cuDNN that stands in ``text``, in words; None where there is none."""
+    for name, words in STATUS_SENTENCES.items():
+        if f"CUDNN_STATUS_{name}" in text:
+            return words
+    other = re.search(r"CUDNN_STATUS_(?!SUCCESS)([A-Z_]+[A-Z])", text)  # newer than this table, or older
+    return f"it reports {other.group(1).lower().replace('_', ' ')}" if other else None
 
 
 def spec_of(direction: str, tensors: Mapping[str, Any], options: Options, device_index: int) -> GraphSpec:

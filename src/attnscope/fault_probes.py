@@ -90,7 +90,7 @@ FAULTS: tuple[Fault, ...] = (
         range="backward, an explicit mask, L % 128 = 64, logits far below 0",
         wrong="NaN in dq",
         applies=lambda w: _has_mask_tensor(w) and w.L % 128 == 64 and w.dtype in ("bf16", "fp16"),
-        probe=judged(Case("B1,H1,L704,D64,bf16,mask=bool:1x1xLxS", kind="shifted")),
+        probe=judged(Case("B1,H1,L704,D64,bf16,mask=bool:1x1xLxS", kind="shifted"), of_backward=True),
         implementations=("sdpa_cudnn", "sdpa_auto"),
         devices=("cuda",),
     ),
@@ -191,6 +191,7 @@ FAULTS: tuple[Fault, ...] = (
             Case("B2,H2,L33,D16,fp32,causal", _expand_grad_out),
             Case("B2,H2,L33,D16,fp32,causal", _transpose_grad_out),
             Case("B2,H2,L33,D16,fp32,causal", _same_row_grad_out),
+            of_backward=True,
         ),
     ),
     Fault(
@@ -199,7 +200,7 @@ FAULTS: tuple[Fault, ...] = (
         range="backward with a bias that wants a gradient",
         wrong="the bias gets no gradient",
         applies=lambda w: w.bias is not None,
-        probe=judged(Case("B1,H2,L33,D16,fp32,bias=fp32:1xHxLxS"), despite_reasons=True),
+        probe=judged(Case("B1,H2,L33,D16,fp32,bias=fp32:1xHxLxS"), despite_reasons=True, of_backward=True),
     ),
     Fault(
         id="S1",
@@ -258,6 +259,7 @@ FAULTS: tuple[Fault, ...] = (
         probe=judged(
             Case("B2,H16,L65,S704,D64,bf16", kind="shifted"),
             Case("B2,H16,L127,S704,D64,bf16,causal=bottom_right", kind="shifted"),
+            of_backward=True,
         ),
         implementations=CUDNN,
         devices=("cuda",),
@@ -268,7 +270,7 @@ FAULTS: tuple[Fault, ...] = (
         range="backward with L = 1, logits far below 0",
         wrong="NaN in dk and dv",
         applies=lambda w: w.L == 1 and w.dtype in ("bf16", "fp16"),
-        probe=judged(Case("B1,H32/8,L1,S4096,D128,bf16", kind="shifted")),
+        probe=judged(Case("B1,H32/8,L1,S4096,D128,bf16", kind="shifted"), of_backward=True),
         implementations=CUDNN,
         devices=("cuda",),
     ),
@@ -278,7 +280,9 @@ FAULTS: tuple[Fault, ...] = (
         range="backward, L no multiple of 64",
         wrong="NaN in the first rows of dq",
         applies=lambda w: w.L % 64 != 0,
-        probe=judged(Case("B2,H16,L65,S704,D64,bf16"), Case("B2,H16,L127,S704,D64,bf16,causal=bottom_right")),
+        probe=judged(
+            Case("B2,H16,L65,S704,D64,bf16"), Case("B2,H16,L127,S704,D64,bf16,causal=bottom_right"), of_backward=True
+        ),
         implementations=("flex",),
         devices=("cuda",),
     ),
@@ -288,7 +292,7 @@ FAULTS: tuple[Fault, ...] = (
         range="backward, a head dim whose next multiple of 16 is none of 32",
         wrong="dq is wrong, all else right",
         applies=lambda w: -(-w.D // 16) % 2 == 1,
-        probe=judged(Case("B2,H16,L1024,D80,bf16,causal"), Case("B2,H4,L512,D72,bf16")),
+        probe=judged(Case("B2,H16,L1024,D80,bf16,causal"), Case("B2,H4,L512,D72,bf16"), of_backward=True),
         implementations=("flash_attn_4",),
         devices=("cuda",),
     ),

@@ -1,7 +1,7 @@
 """Stage 3: the faults that are known: implementation x range x versions x what goes wrong, written by a command.
 
-Reads :mod:`attnscope.fault_probes`, writes FaultRecords and ``known_faults.toml``, which choosing and the documentation
-read. Must not import a later stage, nor torch at import time.
+Reads :mod:`attnscope.fault_probes`, writes FaultRecords and ``known_faults.toml``, which the documentation is written
+from. Must not import a later stage, nor torch at import time.
 """
 
 from __future__ import annotations

@@ -362,7 +362,9 @@ def register(implementation: Implementation | str) -> None:
 def _open_hub_kernel(text: str) -> str:
     """Open a kernel of the hub and register it; its name. Raises UsageError."""
     from attnscope.implementations.hub import HubKernel, open_kernel
+    from attnscope.implementations.hub.trust import parse_spec
 
+    _check_name(parse_spec(text).name)  # before any of its code runs
     found = open_kernel(text)
     other = _registered.get(found.name)
     if isinstance(other, HubKernel) and other.facts.folder != found.facts.folder:

@@ -66,11 +66,12 @@ class Case:
     kind: str = "plain"
 
 
-def judged(*cases: Case, despite_reasons: bool | str = False) -> Probe:
+def judged(*cases: Case, despite_reasons: bool | str = False, of_backward: bool = False) -> Probe:
     """A probe that runs each case, forward and backward, and looks for the first tensor that is wrong.
 
     Args:
         cases: the recipe's workloads.
+        of_backward: the fault is the backward's, so that a forward alone says nothing of it.
         despite_reasons: also run what the implementation declares unsupported because of this very fault, so that the
             reason can go when the fault has gone; True: on a CPU, since such a call may cost the process its card;
             ``everywhere``: on a card too.
@@ -86,12 +87,14 @@ def judged(*cases: Case, despite_reasons: bool | str = False) -> Probe:
             if blocked and not ignorable:
                 reasons += blocked
                 continue
+            no_backward = safe_reasons(implementation, workload, device, "backward")
+            backward = not no_backward or (device.kind in kinds and "backward" in implementation.sheet.directions)
+            if of_backward and not backward:
+                reasons += no_backward
+                continue
             inputs = make_inputs(workload, device, kind=case.kind)
             if case.change is not None:
                 case.change(inputs)
-            backward = not safe_reasons(implementation, workload, device, "backward") or (
-                device.kind in kinds and "backward" in implementation.sheet.directions
-            )
             if wrong := _first_wrong(implementation, inputs, device, backward=backward):
                 return Seen("observed", f"{workload}: {wrong}")
             ran += 1

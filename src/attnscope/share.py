@@ -6,10 +6,12 @@ deleted unless ``mirror`` asks for it. Must not import torch; the libraries that
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -102,7 +104,7 @@ def share_traces(
     Raises:
         UsageError: an argument is not what it must be, a library is missing, or a trace gives something away.
         TraceError: a trace cannot be read or scrubbed.
-        AttnscopeError: the hub refused.
+        AttnscopeError: the library that uploads is broken, there is no network, or the hub refused.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", bucket):
         raise UsageError(f"--bucket must be USER/NAME, got {bucket!r:.120}")
@@ -126,8 +128,8 @@ def share_traces(
             public = _is_public(bucket)
         except Exception as error:  # someone else's code, with a tree of errors of its own
             raise AttnscopeError(
-                f"the hub refused the upload to {bucket}: {type(error).__name__}: {_first_line(error)}\n"
-                "hint: hf auth login, and is the bucket yours?"
+                f"the upload to {bucket} failed: {type(error).__name__}: {_first_line(error)}\n"
+                "hint: hf auth login; is the bucket yours, is there a network, is HF_HUB_OFFLINE set?"
             ) from None
     if missing := traces.keys() - there:
         raise AttnscopeError(f"{len(missing)} of {len(traces)} traces are not in the bucket, e.g. {min(missing)}")
@@ -177,7 +179,9 @@ def _by_trace_util(folder: Path, bucket: str, mirror: bool) -> set[str]:
     """Its default deletes what is only in the bucket, so it is always told. Paths that are in the bucket then."""
     from trace_util import upload_traces
 
-    return {link.path for link in upload_traces(bucket, folder, delete=mirror, do_login=False)}
+    with contextlib.redirect_stdout(sys.stderr):  # it prints its plan; stdout is for the links
+        links = upload_traces(bucket, folder, delete=mirror, do_login=False)
+    return {link.path for link in links}
 
 
 def _by_hub(folder: Path, bucket: str, mirror: bool) -> set[str]:

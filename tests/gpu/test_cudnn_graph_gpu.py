@@ -254,7 +254,7 @@ def test_a_cuda_graph_replays_on_new_inputs_after_the_workspace_has_grown(gpu, t
 
 
 def test_workspaces_are_what_they_say(gpu):
-    """A forward needs next to nothing, a backward float32 dq, a deterministic one or a bias gradient all of dP."""
+    """A forward needs next to nothing, a backward float32 dq, grouped heads dk and dv, determinism or dbias dP."""
     workload = Workload.parse("B1,H8,L4096,D64,bf16,causal")
     scores = 2 * workload.B * workload.H * workload.L * workload.S
     dq = 4 * workload.B * workload.H * workload.L * workload.D
@@ -266,6 +266,11 @@ def test_workspaces_are_what_they_say(gpu):
         ).workspace_bytes,
     }  # fmt: skip
     print({name: {way: f"{size / MIB:.3f} MiB" for way, size in found.items()} for name, found in sizes.items()})
+    grouped = Workload.parse("B2,H8/2,L256,S2048,D128,bf16")
+    sizes["grouped"] = CudnnGraph().prepare(grouped, gpu).workspace_bytes
+    by_head = 2 * grouped.B * grouped.H * grouped.S * (grouped.D + grouped.D_v)
+    least = 4 * grouped.B * grouped.H * grouped.L * grouped.D + by_head
+    assert least <= sizes["grouped"]["backward"] < 1.05 * least + MIB
     assert all(found["forward"] < MIB for found in sizes.values())
     assert dq <= sizes["default"]["backward"] < 1.5 * dq
     for name in ("deterministic", "bias"):

@@ -208,8 +208,13 @@ def _hub_listing(spec: Spec) -> tuple[str, dict[str, str]]:
 
     if reason := missing_package("huggingface-hub>=1.20"):
         raise UsageError(f"locking asks the hub: {reason}\nhint: pip install 'attnscope[hub]'")
-    from huggingface_hub import HfApi, RepoFile
-
+    try:
+        from huggingface_hub import HfApi, RepoFile
+    except Exception as error:  # someone else's package, which may fail in any way when it is imported
+        raise UsageError(
+            f"locking asks the hub: huggingface-hub does not import: {type(error).__name__}: {first_line(error)}\n"
+            "hint: pip install --force-reinstall huggingface-hub"
+        ) from None
     api = HfApi()
     try:
         commit = spec.revision
