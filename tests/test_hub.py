@@ -60,6 +60,7 @@ def lock_file(files: dict[str, bytes], repo: str = "org/small", revision: str = 
     ("text", "name"),
     [
         (f"hub:org/small@{COMMIT}", f"hub:org/small@{COMMIT}"),
+        (f"hub:org/small@{'aB' * 20}", f"hub:org/small@{'ab' * 20}"),
         ("hub:org/small@3", "hub:org/small@v3"),
         ("hub:org/small@v3", "hub:org/small@v3"),
         ("hub:./here", "hub:./here"),

@@ -96,6 +96,8 @@ def test_every_feature_has_its_sentence() -> None:
             {"features": frozenset()}, "B1,H4/2,L8,D16,fp32", CPU, "forward",
             "does not support grouped-query heads (H != H_kv)",
         ),
+        ({"min_head_dim": {"cpu": 16}}, "B1,H2,L8,D8,Dv16,fp32", CPU, "forward", "takes D from 16 on, not 8"),
+        ({"min_head_dim": {"cpu": 16}}, "B1,H2,L8,D16,Dv8,fp32", CPU, "forward", "takes D_v from 16 on, not 8"),
         ({"max_head_dim": 64}, "B1,H2,L8,D80,fp32", CPU, "forward", "takes D up to 64, not 80"),
         ({"max_head_dim": 64}, "B1,H2,L8,D64,Dv80,fp32", CPU, "forward", "takes D_v up to 64, not 80"),
         ({"head_dim_multiple": 8}, "B1,H2,L8,D12,fp32", CPU, "forward", "needs D to be a multiple of 8, not 12"),
@@ -117,7 +119,12 @@ def test_a_sheet_gives_every_reason_at_once() -> None:
 
 
 def test_a_sheet_without_obstacles_gives_no_reason() -> None:
-    assert sheet(packages=()).reasons(Workload.parse("B1,H4/2,L8,S9,D16,fp32,causal,alibi"), H100, "backward") == []
+    assert (
+        sheet(packages=(), min_head_dim={"cpu": 32}).reasons(
+            Workload.parse("B1,H4/2,L8,S9,D16,fp32,causal,alibi"), H100, "backward"
+        )
+        == []
+    )
 
 
 def test_versions_of_packages_are_compared_as_numbers() -> None:

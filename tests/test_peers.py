@@ -289,7 +289,7 @@ CAUSAL_CROSS = "B1,H4,L64,S128,D64,bf16,causal"
         ("sage", "B1,H4,L64,D64,bf16,causal", "forward", H200, "reads past its quantisation scales"),
         ("sage", "B1,H4,L128,D64,bf16,scale=0.0", "forward", H200, "divides by its scale"),
         ("sage", "B1,H4,L128,D64,bf16", "backward", H200, "has no backward"),
-        ("flex", "B1,H4,L64,D8,bf16", "forward", H200, "takes head dims from 16 on, not 8"),
+        ("flex", "B1,H4,L64,D8,bf16", "forward", H200, "takes D from 16 on, not 8"),
         ("flex", "B1,H6/2,L64,D64,bf16", "forward", H200, "takes a power of 2 query heads a key/value head below 128"),
         ("flex", "B1,H4,L64,D64,fp32", "backward", CPU, "has no backward on a CPU"),
         ("flex", "B1,H4,L0,D64,fp32", "forward", CPU, "takes no empty batch or sequences"),

@@ -264,6 +264,14 @@ def test_without_plotly_a_sentence_says_what_to_do(monkeypatch, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_broken_plotly_says_what_is_broken(monkeypatch, tmp_path: Path):
+    html.plotly_script.cache_clear()
+    broken = type(sys)("plotly.offline")
+    monkeypatch.setitem(sys.modules, "plotly.offline", broken)
+    with pytest.raises(AttnscopeError, match="plotly, which does not import here: ImportError: cannot import name"):
+        html.write_report([factories.blog_run()], tmp_path / "report.html")
+
+
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 # Reports from inside the page: has the charts drawn (as for printing, on screen or not), acts, tells its frame.

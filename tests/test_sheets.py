@@ -101,6 +101,10 @@ def test_the_largest_head_dim_runs_and_what_does_not_fit_is_refused(name: str, d
     if sheet.max_head_dim is not None:
         beyond = sheet.max_head_dim + sheet.head_dim_multiple
         is_refused(implementation, plain(implementation, D=beyond), device, f"not {beyond}", "forward")
+    least = sheet.min_head_dim.get(device.kind, 1)
+    if least > 1:
+        is_refused(implementation, plain(implementation, D=least // 2), device, f"not {least // 2}", "forward")
+        holds(implementation, plain(implementation, D=least, L=32, H=1), device)
     if sheet.head_dim_multiple > 1:
         is_refused(implementation, plain(implementation, D=60 + 1), device, "not 61", "forward")
     for choice in sheet.head_dim_choices:

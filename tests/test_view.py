@@ -149,7 +149,12 @@ def test_a_second_view_says_that_the_port_is_taken(trace):
         view_trace(trace, print, port=server.server_port)
 
 
-@pytest.mark.parametrize("make", [lambda p: p / "none.json", lambda p: p])
+def pipe(folder):
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+@pytest.mark.parametrize("make", [lambda p: p / "none.json", lambda p: p, pipe])
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path, make):
     with pytest.raises(TraceError, match="cannot read"):
         view_trace(make(tmp_path), print, port=0)

@@ -71,6 +71,7 @@ class Sheet:
     forward can be captured.
     ``draws_dropout`` says that it drops with the workload's probability by random numbers of its own, from torch's
     generator; the feature ``dropout`` is that it follows the given mask.
+    ``min_head_dim`` maps a device kind to the least head dim there.
     ``min_capability`` is the least compute capability; ``below_capability``, for what uses instructions of one
     architecture alone, the first that lacks them.
     ``kept_on_disk`` says that what it compiles is kept on disk by its compiler, so that another process need not.
@@ -84,6 +85,7 @@ class Sheet:
     directions: frozenset[str] = frozenset(DIRECTIONS)
     compute: Mapping[str, str] = field(default_factory=dict)
     layouts: frozenset[str] = frozenset({"bhld", "blhd", "qkv"})
+    min_head_dim: Mapping[str, int] = field(default_factory=dict)
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     head_dim_choices: tuple[int, ...] = ()
@@ -129,12 +131,13 @@ class Sheet:
         return self.rounds.get(device.kind, frozenset()) | scores
 
     def head_dims(self) -> str:
-        """``up to 256, multiples of 8``, in words."""
+        """``up to 256, multiples of 8``, ``from 16 on (cuda)``, in words."""
         if self.head_dim_choices:
             return ", ".join(map(str, self.head_dim_choices))
         multiples = f"multiples of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
         most = f"up to {self.max_head_dim}" if self.max_head_dim is not None else ""
-        return ", ".join(part for part in (most, multiples) if part) or "any"
+        least = [f"from {size} on ({kind})" for kind, size in sorted(self.min_head_dim.items())]
+        return ", ".join(part for part in (*least, most, multiples) if part) or "any"
 
     def hardware(self) -> str:
         """``cuda from compute capability 9.0 to below 10.0``, in words."""
@@ -181,7 +184,7 @@ class Sheet:
             for word in FEATURES
             if direction == "backward" and word in workload.features & self.forward_only
         ]
-        return found + self._head_dim_reasons(workload)
+        return found + self._head_dim_reasons(workload, self.min_head_dim.get(device.kind, 0))
 
     def device_reasons(self, device: Device) -> list[str]:
         """Reasons that hold on ``device`` for every workload."""
@@ -196,11 +199,13 @@ class Sheet:
             return [f"is built for compute capability {need}, {device.name} has {have}"]
         return []
 
-    def _head_dim_reasons(self, w: Workload) -> list[str]:
+    def _head_dim_reasons(self, w: Workload, least: int) -> list[str]:
         found = []
         for name, size in (("D", w.D), ("D_v", w.D_v)) if w.D != w.D_v else (("D", w.D),):
             if self.head_dim_choices and size not in self.head_dim_choices:
                 found.append(f"takes {name} of {', '.join(map(str, self.head_dim_choices))}, not {size}")
+            if size < least:
+                found.append(f"takes {name} from {least} on, not {size}")
             if self.max_head_dim is not None and size > self.max_head_dim:
                 found.append(f"takes {name} up to {self.max_head_dim}, not {size}")
             if size % self.head_dim_multiple:

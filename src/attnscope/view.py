@@ -51,6 +51,8 @@ def view_trace(path: Path, tell: Callable[[str], None], *, port: int = PORT, ori
 
 def _require_readable(path: Path) -> None:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no regular file")
         with open(path, "rb"):
             pass
     except OSError as error:

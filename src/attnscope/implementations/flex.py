@@ -25,7 +25,6 @@ from attnscope.implementations.library import compile_by_running
 from attnscope.inputs import Inputs, Tensor
 from attnscope.workload import Workload
 
-LEAST_HEAD_DIM = 16  # of tl.dot, says flex_attention.py of Inductor
 DECODING_ROWS = 128  # fewer rows than this may go to its decoding kernel, whose groups are powers of 2
 
 Mod = Callable[..., Any]
@@ -44,6 +43,7 @@ class Flex(SheetImplementation):
                 "scale", "alibi", "lengths", "packed",
             }
         ),
+        min_head_dim={"cuda": 16},  # of tl.dot, says flex_attention.py of Inductor
         min_capability=(7, 5),
         packages=("torch>=2.10",),
         kernels={"cuda": (r"flex_(attention|decoding)",)},
@@ -83,8 +83,6 @@ def _reasons(w: Workload, device: Device, direction: str) -> Iterator[str]:
         if direction == "backward":
             yield "has no backward on a CPU"
         return
-    if min(w.D, w.D_v) < LEAST_HEAD_DIM:
-        yield f"takes head dims from {LEAST_HEAD_DIM} on, not {min(w.D, w.D_v)}"
     if w.L < DECODING_ROWS and w.group & (w.group - 1):
         yield f"takes a power of 2 query heads a key/value head below {DECODING_ROWS} rows, not {w.group}"
 

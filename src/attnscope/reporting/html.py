@@ -87,12 +87,16 @@ def render_report(runs: Sequence[Run], *, traces_from: Path | None = None, page_
 
 @functools.cache
 def plotly_script() -> str:
-    """Plotly's script, gzip and base64. Raises AttnscopeError where plotly is not installed."""
+    """Plotly's script, gzip and base64. Raises AttnscopeError where plotly is not installed or broken."""
     try:
         from plotly.offline import get_plotlyjs
-    except ImportError:
+    except Exception as error:  # a broken install raises all kinds
+        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("plotly")
+        cause = (
+            "is not installed" if absent else f"does not import here: {type(error).__name__}: {error}".splitlines()[0]
+        )
         raise AttnscopeError(
-            "the HTML report draws its charts with plotly, which is not installed\n"
+            f"the HTML report draws its charts with plotly, which {cause}\n"
             "hint: pip install 'attnscope[report]', or make the page elsewhere: attnscope report run.jsonl"
         ) from None
     return _packed(get_plotlyjs())

@@ -85,7 +85,8 @@ def parse_spec(text: str) -> Spec:
             f"hint: {PREFIX}{repo}@ with a 40-digit commit, or a version that `attnscope kernels lock` resolved"
         )
     version = _VERSION.fullmatch(revision)
-    return Spec(repo, f"v{version[1]}" if version else revision)
+    commit = revision.lower() if _COMMIT.fullmatch(revision.lower()) else revision
+    return Spec(repo, f"v{version[1]}" if version else commit)
 
 
 def find_pin(spec: Spec) -> Pin:
