@@ -20,6 +20,7 @@ from attnscope.sweeping import execute
 from attnscope.workload import Workload
 from bad_implementations import Good
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TINY = "B1,H2,L32,D16,fp32,causal"
 
 
