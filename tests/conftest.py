@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from attnscope import worker
 from attnscope.device import Device, find_device
+from forked_workers import Nursery
 
 hypothesis.settings.register_profile("attnscope", deadline=None, derandomize=True, database=None, max_examples=60)
 hypothesis.settings.load_profile("attnscope")
@@ -55,6 +58,22 @@ def gpu() -> Device:
 def device() -> Device:
     """The GPU where there is one, else the CPU."""
     return find_device()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """The process that has imported torch, from which ``forked_workers`` come."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def forked_workers(nursery: Nursery) -> Iterator[None]:
+    """Every worker process of the module's sweeps is forked, which takes milliseconds where a new one takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "start_child", nursery.start_child)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,8 @@
-"""The command line as a user meets it: each in a process of its own."""
+"""The command line as a user meets it.
+
+``attnscope`` starts it in a process of its own, ``here`` runs the same entry point in this process, which saves the
+seconds that each new one takes to import torch: for what depends on the arguments alone.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from attnscope import demo
+from attnscope import cli, demo
 from attnscope.listing import list_implementations
 
 TINY = "B1,H2,L32,D16,fp32,causal"
@@ -30,6 +35,25 @@ def attnscope(*arguments, cwd=None, env=None, timeout=240, **options):
         env=os.environ | {"COLUMNS": "80", "NO_COLOR": "1"} | (env or {}),
         **options,
     )
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capfd, forked_workers):
+    """Runs the command line in this process and in ``tmp_path``; answers as :func:`attnscope` does."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnscope", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, error = capfd.readouterr()
+        return SimpleNamespace(returncode=ended.value.code, stdout=out, stderr=error)
+
+    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_help_is_quick():
@@ -62,10 +86,10 @@ def test_help_is_quick():
         (["frobnicate"], "No such command"),
     ],
 )
-def test_bad_input_is_a_sentence_and_exit_2(arguments, sentence, tmp_path):
+def test_bad_input_is_a_sentence_and_exit_2(arguments, sentence, here):
     if "cuda" in arguments and _cuda():
         pytest.skip("there is a CUDA device here")
-    done = attnscope(*arguments, cwd=tmp_path)
+    done = here(*arguments)
     assert done.returncode == 2, done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
@@ -81,10 +105,9 @@ def test_unwritable_out_is_a_sentence(tmp_path):
 
 
 @pytest.mark.slow
-def test_json_is_one_document_of_the_promised_form(tmp_path):
+def test_json_is_one_document_of_the_promised_form(tmp_path, here):
     chosen = "reference_cpu,naive,naive_inplace,sdpa_math,sdpa_flash,sdpa_cudnn,cudnn_graph"  # compiling none
-    command = ["compare", TINY, "--device", "cpu", "--implementations", chosen, "--json", "--quick", "--out", "out"]
-    done = attnscope(*command, cwd=tmp_path)
+    done = here("compare", TINY, "--device", "cpu", "--implementations", chosen, "--json", "--quick", "--out", "out")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["schema_version"] == 1
@@ -122,11 +145,11 @@ def test_a_failed_check_exits_1_and_names_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_a_polite_kill_keep_rows_and_exit_130(tmp_path, number):
+@pytest.mark.parametrize(("number", "command"), [(signal.SIGINT, "compare"), (signal.SIGTERM, "check")])
+def test_ctrl_c_and_a_polite_kill_keep_rows_and_exit_130(tmp_path, number, command):
     names, marker = "sdpa_math,bad_implementations:HangsInCheck", tmp_path / "hangs now"
     process = subprocess.Popen(
-        [sys.executable, "-m", "attnscope", "compare", TINY, "--device", "cpu", "--quick", "--out", "out",
+        [sys.executable, "-m", "attnscope", command, TINY, "--device", "cpu", "--quick", "--out", "out",
          "--implementations", names],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": os.path.dirname(__file__), "ATTNSCOPE_TEST_MARKER": str(marker)},
@@ -141,43 +164,36 @@ def test_ctrl_c_and_a_polite_kill_keep_rows_and_exit_130(tmp_path, number):
     assert (tmp_path / "out" / "run.jsonl").exists()
 
 
-def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch, capsys):
-    from attnscope import cli, records
+def test_a_full_disk_is_a_sentence(here, monkeypatch):
+    from attnscope import records
 
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(records.os, "fsync", full)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv",
-        ["attnscope", "compare", TINY, "--device", "cpu", "--quick", "--no-profile", "--mode", "forward",
-         "--implementations", "sdpa_math"],
-    )  # fmt: skip
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code != 0
-    out, error = capsys.readouterr()
-    assert "sdpa_math" in out, "what was measured is shown before it is written"
-    assert "No space left on device" in error
-    assert "hint:" in error
+    options = ["--device", "cpu", "--quick", "--no-profile", "--mode", "forward", "--implementations", "sdpa_math"]
+    done = here("compare", TINY, *options)
+    assert done.returncode != 0
+    assert "sdpa_math" in done.stdout, "what was measured is shown before it is written"
+    assert "No space left on device" in done.stderr
+    assert "hint:" in done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_results_that_cannot_be_written_are_a_sentence():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "attnscope", "list"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-m", "attnscope", "demo"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
         )
     assert done.returncode == 1
     assert "cannot go on: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_several_runs_are_one_json_document(tmp_path):
+def test_several_runs_are_one_json_document(tmp_path, here):
     twice = tmp_path / "run.jsonl"
     twice.write_bytes(2 * (demo.FOLDER / "run.jsonl").read_bytes())
-    done = attnscope("report", str(twice), "--json", "--html", str(tmp_path / "report.html"))
+    done = here("report", str(twice), "--json", "--html", str(tmp_path / "report.html"))
     documents = json.loads(done.stdout)
     assert [document["schema_version"] for document in documents] == [1, 1]
 
@@ -188,15 +204,15 @@ def test_a_terminal_of_few_characters_gets_others_instead():
     assert "sdpa_cudnn" in done.stdout and "us" in done.stdout and "?" not in done.stdout.partition("findings")[0]
 
 
-def test_list_works_and_fits_80_columns():
-    done = attnscope("list")
+def test_list_works_and_fits_80_columns(here):
+    done = here("list")
     assert done.returncode == 0, done.stderr
     assert "sdpa_flash" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_list_json():
-    rows = json.loads(attnscope("list", "--json").stdout)
+def test_list_json(here):
+    rows = json.loads(here("list", "--json").stdout)
     assert rows[0]["name"] == "reference_cpu"
     assert {"features", "dtypes", "unavailable"} <= set(rows[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +21,22 @@ from attnscope.sweeping import execute
 from attnscope.workload import Workload
 from bad_implementations import Good
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TINY = "B1,H2,L32,D16,fp32,causal"
 
 
-@pytest.fixture(autouse=True)
-def clean_registry():
+@contextlib.contextmanager
+def registry_kept():
     before = dict(_registered)
     yield
     _registered.clear()
     _registered.update(before)
+
+
+@pytest.fixture(autouse=True)
+def clean_registry():
+    with registry_kept():
+        yield
 
 
 def bad(*names):
@@ -77,7 +85,8 @@ CULPRITS = {
 def among_culprits():
     """One sweep through all of them, good ones between and after."""
     names = ("Good", "Raises", "Crashes", "OutOfMemory", "KilledForMemory", "Impostor", "Hangs", "Also")
-    return sweep(*names, time_limit_s=8.0, mode="forward")
+    with registry_kept():
+        return sweep(*names, time_limit_s=8.0, mode="forward")
 
 
 @pytest.mark.slow

@@ -328,6 +328,7 @@ WORKLOAD = "B1,H4/2,L17,S33,D16,bf16,causal=bottom_right,window=9,softcap=5"
 
 @needs_kernels
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_locked_kernel_runs_over_the_network_and_a_changed_one_is_refused(tmp_path, monkeypatch, stub_torch):
     """Whole: locked, fetched with the token, verified, loaded twice without any, checked, on record."""
     from attnscope import check

@@ -15,6 +15,7 @@ from attnscope.warming import ahead, warm_tasks
 from attnscope.worker import InProcess, Worker
 from attnscope.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TINY = "B1,H2,L32,D16,fp32,causal"
 OTHER = "B1,H2,L48,D16,fp32"
 SPENT = {"prepare", "first_call", "reference", "check", "kernels"}

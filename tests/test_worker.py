@@ -1,4 +1,4 @@
-"""The child process: results, errors, crashes, hangs, restarts."""
+"""The child process, a new Python and the fork that tests take for one: results, errors, crashes, hangs, restarts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ def pid(*, report):
     return os.getpid()
 
 
-@pytest.fixture
-def worker():
+@pytest.fixture(params=["new", "forked"])
+def worker(request):
+    if request.param == "forked":
+        request.getfixturevalue("monkeypatch").setattr(
+            "attnscope.worker.start_child", request.getfixturevalue("nursery").start_child
+        )
     made = Worker()
     yield made
     made.close()
@@ -79,7 +83,8 @@ def lose_the_device(*, report):
     """As after a CUDA fault: finding out that nothing works any more takes a while, then the child ends."""
     import sys
 
-    sys.modules["__main__"]._device_is_lost = lambda: time.sleep(0.2) or True
+    for module in ("__main__", "attnscope.worker"):  # in a new Python and in a fork
+        sys.modules[module]._device_is_lost = lambda: time.sleep(0.2) or True
     raise RuntimeError("an illegal memory access")
 
 
@@ -123,6 +128,16 @@ def test_a_child_that_died_between_calls_is_replaced(worker):
     os.kill(child, signal.SIGKILL)
     time.sleep(0.3)
     assert call(worker, "pid") != child
+
+
+def here(*, report):
+    return os.getcwd(), os.environ["ATTNSCOPE_TEST_MARKER"], os.getsid(0) == os.getpid()
+
+
+def test_it_has_the_folder_and_environment_of_now_and_a_session_of_its_own(worker, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNSCOPE_TEST_MARKER", "now")
+    assert call(worker, "here") == (str(tmp_path), "now", True)
 
 
 def test_a_warm_up_runs_first_in_every_new_child_outside_the_limit():

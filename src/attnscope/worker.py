@@ -73,7 +73,7 @@ class Worker:
         self._warm_up = warm_up
         self._added = dict(environment or {})
         self._hide_secrets = hide_secrets
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._connection: Connection[Any, Any] | None = None
         self._log: Path | None = None
 
@@ -152,15 +152,7 @@ class Worker:
 
             environment = without_secrets(environment)
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "attnscope.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=handle,
-            env=environment,
-            start_new_session=True,
-        )
+        self._process = start_child(theirs.fileno(), handle, environment)
         os.close(handle)
         theirs.close()
         self._connection = ours
@@ -183,6 +175,31 @@ class Worker:
             cause = f"its process was killed by {name}"
             cause += " (out of memory, most likely)" if name == "SIGKILL" else ""
         return cause + ("\n" + "\n".join(lines) if lines else "")
+
+
+class Child(Protocol):
+    """What a Worker asks of the process it started; :class:`subprocess.Popen` answers it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, once it has ended. Raises subprocess.TimeoutExpired."""
+
+
+def start_child(connection: int, log: int, environment: Mapping[str, str]) -> Child:
+    """A new Python, in a session of its own, that serves file descriptor ``connection`` and writes to ``log``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "attnscope.worker", str(connection)],
+        pass_fds=[connection],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 class InProcess:
@@ -267,8 +284,13 @@ def _prefer_as_victim() -> None:
         Path("/proc/self/oom_score_adj").write_text("900")
 
 
-if __name__ == "__main__":
+def main(connection: int) -> None:
+    """The child's life, from the file descriptor of its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable()
     _prefer_as_victim()
-    serve(Connection(int(sys.argv[1])))
+    serve(Connection(connection))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

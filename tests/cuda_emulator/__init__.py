@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import re
+import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -108,11 +109,31 @@ def _build(path: Path, defines: tuple[tuple[str, Any], ...]) -> tuple[ctypes.CDL
     library = Path(tempfile.gettempdir()) / f"attnscope-emulator-{key}.so"
     if not library.exists():
         made = library.with_suffix(f".{id(text)}.tmp")
-        command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-x", "c++", "-", f"-I{HERE}", *flags]
-        done = subprocess.run([*command, "-o", str(made)], input=source, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
+        _compile("-shared", "-x", "c++", "-", f"-I{_runtime()}", *flags, "-o", str(made), text=source)
         made.replace(library)
     return ctypes.CDLL(str(library)), types
+
+
+@functools.cache
+def _runtime() -> Path:
+    """The folder of ``runtime.hpp`` and its precompiled form, which saves g++ most of its time for each kernel."""
+    header = (HERE / "runtime.hpp").read_text()
+    folder = Path(tempfile.gettempdir()) / f"attnscope-emulator-{hashlib.sha256(header.encode()).hexdigest()[:24]}"
+    if not folder.exists():
+        made = Path(tempfile.mkdtemp(prefix="attnscope-emulator-"))
+        (made / "runtime.hpp").write_text(header)
+        _compile("-x", "c++-header", str(made / "runtime.hpp"), "-o", str(made / "runtime.hpp.gch"))
+        try:
+            made.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(made)
+    return folder
+
+
+def _compile(*arguments: str, text: str = "") -> None:
+    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", *arguments]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 def ctype_of(parameter: str) -> Any:

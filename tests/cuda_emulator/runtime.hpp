@@ -1,7 +1,9 @@
 // Runs a CUDA kernel on the CPU: each thread of a block is a fiber, run until it meets a barrier or ends, in an order
 // that the caller chooses, so that results that hang on the order (a missing barrier) differ between orders. The blocks of
 // a cluster run at once.
+#undef _FORTIFY_SOURCE  // its longjmp refuses to go to another stack
 #include <math.h>
+#include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,13 +50,15 @@ inline unsigned emulator_warp() { return emulator_thread() / 32; }
 
 enum Wait { RUNNING, AT_WARP, AT_BLOCK, AT_CLUSTER, UNTIL, DONE };
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it begins; from then on it goes by jumps, since swapcontext asks the kernel each time
+  jmp_buf place;
   std::vector<char> stack;
-  Wait wait;
+  bool begun = false;
+  Wait wait = DONE;
   std::function<bool()> until;
 };
 static std::vector<Fiber> emulator_fibers;
-static ucontext_t emulator_scheduler;
+static jmp_buf emulator_scheduler;
 static const std::function<void()>* emulator_body;
 static std::vector<char> emulator_shared;
 static size_t emulator_shared_stride;  // from a block's shared memory to the next one's, a multiple of 1024
@@ -88,9 +92,9 @@ inline void emulator_become(unsigned thread) {
 }
 
 inline void emulator_wait(Wait kind) {
-  unsigned me = emulator_thread();
-  emulator_fibers[me].wait = kind;
-  swapcontext(&emulator_fibers[me].context, &emulator_scheduler);
+  Fiber& me = emulator_fibers[emulator_thread()];
+  me.wait = kind;
+  if (!_setjmp(me.place)) _longjmp(emulator_scheduler, 1);
 }
 inline bool emulator_has_left(unsigned rank) {  // a block whose threads have all ended
   for (unsigned t = 0; t < blockDim.x; t++)
@@ -142,21 +146,30 @@ inline bool __all_sync(unsigned, bool x) {
 }
 
 static void emulator_entry() {
-  (*emulator_body)();
-  emulator_wait(DONE);
+  for (;;) {  // a fiber that has ended is the same thread of the next block
+    (*emulator_body)();
+    emulator_wait(DONE);
+  }
+}
+static void emulator_resume(Fiber& fiber) {  // until it waits or ends
+  if (_setjmp(emulator_scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  fiber.stack.resize(64 * 1024);
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.data();
+  fiber.context.uc_stack.ss_size = fiber.stack.size();
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, emulator_entry, 0);
+  setcontext(&fiber.context);
 }
 
 static void emulator_run_cluster(unsigned threads, int order) {
   emulator_fibers.resize(std::max<size_t>(emulator_fibers.size(), threads));
   for (unsigned t = 0; t < threads; t++) {
     Fiber& fiber = emulator_fibers[t];
-    fiber.stack.resize(64 * 1024);
+    fiber.begun &= fiber.wait == DONE;  // one that a deadlock left begins anew
     fiber.wait = RUNNING;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, emulator_entry, 0);
     emulator_pending[t].clear();
     emulator_groups[t] = 0;
   }
@@ -167,7 +180,7 @@ static void emulator_run_cluster(unsigned threads, int order) {
       if (emulator_fibers[t].wait != RUNNING) continue;
       ran = true;
       emulator_become(t);
-      swapcontext(&emulator_scheduler, &emulator_fibers[t].context);
+      emulator_resume(emulator_fibers[t]);
     }
     unsigned done = 0, at_cluster = 0;
     for (unsigned t = 0; t < threads; t++) done += emulator_fibers[t].wait == DONE, at_cluster += emulator_fibers[t].wait == AT_CLUSTER;
