@@ -192,15 +192,25 @@ class Plan:
         self.pointers = {
             "lengths": w.lengths is not None, "starts": bounded, "ends": bounded,
             "slopes": w.alibi, "sinks": w.sinks, "order": self.scheduled,
-            "words": listed, "lists": listed, "bias": self.bias_kind in (BIAS_ROW, BIAS_COLUMN),
+            "words": listed, "lists": listed, "queue": self.queued, "bias": self.bias_kind in (BIAS_ROW, BIAS_COLUMN),
         }  # fmt: skip
 
     @property
     def scheduled(self) -> bool:
-        """Whether a table says which block works on which tiles: not where each has one at most."""
+        """Whether a table says which block works on which tiles: not where each has one at most, nor where nobody knows
+        what a bool mask leaves of them."""
+        told = self.workload.mask is None and schedules.is_uneven(self.workload)
+        return told and self._balances and self.tiles <= schedules.MAX_TILES
+
+    @property
+    def queued(self) -> bool:
+        """Whether blocks take their tiles from a queue, after the first: under a bool mask."""
+        return self.workload.mask is not None and self._balances
+
+    @property
+    def _balances(self) -> bool:
         c = self.configuration
-        helps = self.multiprocessors < self.tiles <= schedules.MAX_TILES
-        return c.persistent and c.balanced and helps and schedules.is_uneven(self.workload)
+        return c.persistent and c.balanced and self.multiprocessors < self.tiles
 
     def schedule(self, blocks: int) -> list[int]:
         """The table for a grid of ``blocks``."""

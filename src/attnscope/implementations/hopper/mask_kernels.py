@@ -4,8 +4,9 @@
 **Idea** A score's fate is one bit. The first kernel reads each byte of the mask once, adds what geometry hides, and
 writes a bit a score in the order in which a thread of the attention kernel holds its scores, so that a tile of 64 x 128
 costs two registers; and of each tile whether all, some or none of it is seen. The second lists, for each tile of rows,
-the tiles of keys that are not empty. **Grid** One block a tile of rows and keys; one a tile of rows. **Memory** Any
-strides of the mask, expanded ones too, where rows are whole words of four keys.
+the tiles of keys that are not empty, and sets the queue of tiles of rows to its start. **Grid** One block a tile of
+rows and keys; one a tile of rows. **Memory** Any strides of the mask, expanded ones too, where rows are whole words of
+four keys.
 **Bound** Reading the mask.
 """
 
@@ -106,10 +107,10 @@ def hopper_attention_mask_words(
 
 
 @_device
-def hopper_attention_mask_lists(kinds, lists, key_tiles, CHUNK: gl.constexpr):
+def hopper_attention_mask_lists(kinds, lists, queue, key_tiles, CHUNK: gl.constexpr):
     """The list of one tile of rows: how many tiles of keys, then each times 2, plus 1 where it needs the words.
 
-    There is always one, be it hidden to the last key.
+    There is always one, be it hidden to the last key. Of a ``queue`` nothing is claimed yet.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, CHUNK // 4], [8, 4], [4, 1], [1, 0])
     place = gl.program_id(0)
@@ -128,3 +129,5 @@ def hopper_attention_mask_lists(kinds, lists, key_tiles, CHUNK: gl.constexpr):
         count += gl.sum((kind != 0).to(gl.int32), 0)
     gl.store(lists + 1, 1, mask=count == 0)
     gl.store(lists, gl.maximum(count, 1))
+    if queue is not None:
+        gl.store(queue, 0, mask=place == 0)
