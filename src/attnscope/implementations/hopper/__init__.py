@@ -197,20 +197,16 @@ class Plan:
 
     @property
     def scheduled(self) -> bool:
-        """Whether a table says which block works on which tiles: not where each has one at most, nor where nobody knows
-        what a bool mask leaves of them."""
-        told = self.workload.mask is None and schedules.is_uneven(self.workload)
-        return told and self._balances and self.tiles <= schedules.MAX_TILES
+        """Whether a table says which block works on which tiles: not where each has one at most, nor of a queue."""
+        c = self.configuration
+        helps = self.multiprocessors < self.tiles <= schedules.MAX_TILES and not self.queued
+        return c.persistent and c.balanced and helps and schedules.is_uneven(self.workload)
 
     @property
     def queued(self) -> bool:
-        """Whether blocks take their tiles from a queue, after the first: under a bool mask."""
-        return self.workload.mask is not None and self._balances
-
-    @property
-    def _balances(self) -> bool:
-        c = self.configuration
-        return c.persistent and c.balanced and self.multiprocessors < self.tiles
+        """Whether blocks take their tiles, after the first, from a queue, which needs the kernels in front of a mask."""
+        c, masked = self.configuration, self.workload.mask is not None
+        return masked and c.persistent and c.queued and self.multiprocessors < self.tiles
 
     def schedule(self, blocks: int) -> list[int]:
         """The table for a grid of ``blocks``."""
