@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def queued(self) -> bool:
-        """Whether blocks take their tiles, after the first, from a queue, which needs the kernels in front of a mask."""
+        """Whether blocks take their tiles, after the first, from a queue; the kernels in front of a mask make one."""
         c, masked = self.configuration, self.workload.mask is not None
         return masked and c.persistent and c.queued and self.multiprocessors < self.tiles
 

@@ -32,11 +32,11 @@ class Configuration(Settings, owner="hopper"):
     ``keys`` a tile; ``slots`` of the ring that K and V share; ``q_slots`` of Q, 2 load the next tile's Q early and let
     the output drain late; ``groups`` of 64 rows; registers of a thread of the loading warp and of the groups;
     ``persistent``: one block a multiprocessor, else one a tile; ``balanced``: where tiles differ in length, a table
-    gives each block of a persistent grid as much to do (``schedules.py``); ``queued``: under a bool mask blocks of a
-    persistent grid take their tiles from a queue, no table is made and nothing else changes; ``pingpong``: groups take turns at the
+    gives each block of a persistent grid as much to do (``schedules.py``); ``pingpong``: groups take turns at the
     tensor cores (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores;
     ``lazy_sum``: a row's four lanes add up their sums after the last tile; ``bias_slots``: tiles of a bias that each
-    group has in shared memory.
+    group has in shared memory; ``queued``: under a bool mask blocks of a persistent grid take tiles from a queue, and
+    from no table; without one it says nothing.
     """
 
     keys: int = 128

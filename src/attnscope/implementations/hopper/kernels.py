@@ -139,11 +139,10 @@ def _announce(told, turn, number):
 
 
 @_device
-def _hand_over(told, turn, listed, length):
-    """Leave the first words of a list to the groups, who read them behind the barrier of this turn's Q."""
-    _numbers, lists = told
+def _start_of_list(listed, length):
+    """The first words of a list, one a lane of the loading warp. The groups read them behind the barrier of Q."""
     place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    _tell(lists, turn, gl.load(listed + place, mask=place < length, other=0))
+    return gl.load(listed + place, mask=place < length, other=0)
 
 
 @_device
@@ -339,7 +338,7 @@ def _load_rows(
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Queue all that one tile of rows needs; returns the rings' state, and, of a queue, the number of the next tile."""
-    H, group, L, S, row_tiles, tiles, section, window = sizes
+    H, group, L, S, _row_tiles, _tiles, _section, window = sizes
     lengths, starts, ends, _slopes, _sinks, _order, _words, lists, _bias = pointers
     queue, told = queue_told
     bias_batch, bias_head, _bias_step = bias_sizes
@@ -357,13 +356,16 @@ def _load_rows(
         _number, listed = _list_of(lists, b, h, tile, mask_sizes)
         count = gl.load(listed)
         before = gl.load(listed + 1) >> 1
+        if queue is not None:
+            begins = _start_of_list(listed, mask_sizes[2])
     else:
         before = _key_tile(0, masked, upper, last, whole, tail)
     slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
     if queue is not None:
         for w in gl.static_range(GROUPS):
             mbarrier.wait(q_empty.index(w * Q_SLOTS + q_slot), q_phase ^ 1)
-        _hand_over(told, turn, listed, mask_sizes[2])
+        _numbers, handed_over = told
+        _tell(handed_over, turn, begins)
     for w in gl.static_range(GROUPS):
         place = w * Q_SLOTS + q_slot
         if queue is None:
@@ -377,7 +379,7 @@ def _load_rows(
         _load_bias(bias_desc, bias_ring, visits, bias_b, bias_h, row, before, GROUPS, BIAS_SLOTS)
         visits += 1
     for j in range(1, count):
-        if lists is not None:
+        if lists is not None:  # noqa: SIM108  the compiler drops a branch, not an operand
             key_tile = gl.load(listed + 1 + j) >> 1
         else:
             key_tile = _key_tile(j, masked, upper, last, whole, tail)
@@ -953,7 +955,8 @@ def _consumer(
 
 @_device
 def hopper_attention_forward(
-    q_desc, k_desc, v_desc, o_desc, bias_desc, lse, lengths, starts, ends, slopes, sinks, order, words, lists, queue, bias,
+    q_desc, k_desc, v_desc, o_desc, bias_desc, lse,
+    lengths, starts, ends, slopes, sinks, order, words, lists, queue, bias,
     H, group, L, S, row_tiles, tiles, section, window, scale, cap,
     list_batch, list_head, list_step, words_step, bias_batch, bias_head, bias_step,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
@@ -995,7 +998,7 @@ def hopper_attention_forward(
         numbers = gl.allocate_shared_memory(gl.int32, [2, 32], words_layout)
         queue_told = (queue, (numbers, gl.allocate_shared_memory(gl.int32, [2, 32], words_layout)))
     else:
-        queue_told = (queue, queue)  # None
+        queue_told = (queue, (queue, queue))  # None
     sizes = (H, group, L, S, row_tiles, tiles, section, window)
     pointers = (lengths, starts, ends, slopes, sinks, order, words, lists, bias)
     mask_sizes = (list_batch, list_head, list_step, words_step)
