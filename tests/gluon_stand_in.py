@@ -362,11 +362,11 @@ def elementwise(asm: str, results: int, args: Any, dtype: Any, pack: int) -> Til
 
 
 def on_card(array: Any) -> Any:
-    """Whole numbers as the card holds them, in 32 bits: numpy widens them beside its own."""
+    """Whole numbers as the card holds them, in 32 bits, with a sign or without: numpy widens them beside its own."""
     if array.dtype != np.int64:
         return array
-    assert (array == array.astype(np.int32)).all()
-    return array.astype(np.int32)
+    assert ((array >= -(2**31)) & (array < 2**32)).all()
+    return array.astype(np.uint32).view(np.int32)
 
 
 def unwritten(dtype: Any) -> Any:

@@ -79,7 +79,7 @@ def hopper_attention_mask_words(
     first = mask + gl.cast(b, gl.int64) * mask_b + gl.cast(h, gl.int64) * mask_h + key_tile * (KEYS // 4 * STEP)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, stored)), 1)
     lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, stored)), 0)
-    seen = 0
+    ones = gl.zeros([ROWS, 4], gl.int32, stored)
     for w in gl.static_range(GROUPS):
         rows = (tile * GROUPS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         low, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
@@ -91,17 +91,17 @@ def hopper_attention_mask_words(
         found = gl.load(places, mask=inside, other=0)
         if STEP == 0:  # a byte that holds for every key
             found = gl.where(found != 0, 0x01010101, 0)
-        # A byte that is not 0 sets its lowest bit; one product gathers the four in the uppermost.
-        found = ((((found & 0x7F7F7F7F) + 0x7F7F7F7F) | found) >> 7) & 0x01010101
-        bits = (found * 0x10204080) >> 28 & 15
-        bits = gl.where(inside, bits & ((1 << within) - (1 << before)), 0)
+        # A byte that is not 0 sets its highest bit; one product gathers the four in the uppermost. Outside all are 0.
+        found = (((found & 0x7F7F7F7F) + 0x7F7F7F7F) | found) & -0x7F7F7F80
+        bits = (found * 0x204081) >> 28 & ((1 << within) - (1 << before))
         parts = gl.join((bits & 3) << shift, (bits >> 2) << shift).reshape([ROWS, KEYS // 8, 4])
         made = gl.convert_layout(gl.sum(parts, 1), stored)
         where = ((gl.cast(place, gl.int64) * GROUPS + w) * key_tiles + key_tile) * (ROWS * 4)
         gl.store(words + where + (row * 4 + lane), made)
-        ones = bits - (bits >> 1 & 5)
-        ones = (ones & 3) + (ones >> 2)
-        seen += gl.sum(gl.sum(ones, 1), 0)
+        ones += gl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [made], dtype=gl.int32, is_pure=True, pack=1
+        )
+    seen = gl.sum(gl.sum(ones, 1), 0)
     whole = gl.minimum(L - tile * (GROUPS * ROWS), GROUPS * ROWS) * KEYS
     gl.store(kinds + number, gl.where(seen == 0, 0, gl.where(seen == whole, 2, 1)))
 
