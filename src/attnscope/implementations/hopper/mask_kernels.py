@@ -61,7 +61,7 @@ def hopper_attention_mask_words(
     Four keys are read at a time, strides count them; or, STEP 0, one byte that holds for all keys of a row.
     """
     ROWS: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // KEYS, KEYS // 16], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])  # eight lanes read 32 bytes of a row
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     number = gl.program_id(0)
     place = number // key_tiles
@@ -98,9 +98,7 @@ def hopper_attention_mask_words(
         made = gl.convert_layout(gl.sum(parts, 1), stored)
         where = ((gl.cast(place, gl.int64) * GROUPS + w) * key_tiles + key_tile) * (ROWS * 4)
         gl.store(words + where + (row * 4 + lane), made)
-        ones += gl.inline_asm_elementwise(
-            "popc.b32 $0, $1;", "=r,r", [made], dtype=gl.int32, is_pure=True, pack=1
-        )
+        ones += gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [made], dtype=gl.int32, is_pure=True, pack=1)
     seen = gl.sum(gl.sum(ones, 1), 0)
     whole = gl.minimum(L - tile * (GROUPS * ROWS), GROUPS * ROWS) * KEYS
     gl.store(kinds + number, gl.where(seen == 0, 0, gl.where(seen == whole, 2, 1)))
