@@ -5,8 +5,9 @@
 through a ring; two or three groups of 128 threads multiply by wgmma, each 64 rows, and compute softmax while the tensor
 cores work on the previous tile's P V or on another group's products.
 **Grid** One dimension: as many blocks as multiprocessors, or one a tile. Where tiles differ in length a persistent grid
-reads which block works on which from a table (``schedules.py``), or blocks claim tiles from a queue. Else a tile's place follows from its number alone:
-under a causal mask the longest come first, heads in sections whose K and V fit the L2 cache.
+reads which block works on which from a table (``schedules.py``), or blocks claim tiles from a queue. Else a tile's
+place follows from its number alone: under a causal mask the longest come first, heads in sections whose K and V fit the
+L2 cache.
 **Memory** Rank-4 descriptors over (B, heads, rows, D) with the tensors' own strides: rows beyond a head read as zeros
 and are not written. K and V share one ring, in the order K0 K1 V0 K2 V1 ... in which they are read.
 **Bound** Tensor cores at D 128 and 256, exponentials beside them at D 64.
