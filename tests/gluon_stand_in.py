@@ -117,6 +117,9 @@ class Shared:
         assert np.shares_memory(made, self.array)
         return Shared(made, self.dtype)
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.array[start : start + length], self.dtype)
+
     def store(self, value: Any) -> None:
         TOUCHED.arrays.append(self.array)
         self.array[...] = value.array
@@ -227,6 +230,7 @@ class Language:
     join = staticmethod(lambda a, b: Tile(np.stack([a.array, b.array], -1), a.layout))
     split = staticmethod(lambda t: (Tile(t.array[..., 0], t.layout), Tile(t.array[..., 1], t.layout)))
     BlockedLayout = staticmethod(lambda *_: "blocked")
+    SwizzledSharedLayout = staticmethod(lambda *_: "rows")
     exp2 = staticmethod(lambda t: Tile(np.exp2(t.array.astype(np.float32)), t.layout))
     log2 = staticmethod(lambda t: Tile(np.log2(t.array), t.layout))
     abs = staticmethod(lambda t: Tile(np.abs(t.array), t.layout))
@@ -293,6 +297,14 @@ class Language:
         at, value, kept = np.broadcast_arrays(places.array, value, kept)
         places.memory[at[kept]] = value[kept]
 
+    def atomic_add(self, places: Tile, value: int, sem: str, scope: str) -> Scalar:
+        assert sem == "relaxed" and scope == "gpu"
+        CLOCK.pause()
+        with CLOCK.changed:
+            before = Scalar(places.memory[places.array])
+            places.memory[places.array] += value
+        return before
+
     def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         if layout == "barrier":
             made = np.empty(shape, object)
@@ -317,21 +329,27 @@ class Language:
         return elementwise(asm, constraints.count("="), args, dtype, pack)
 
     def warp_specialize(self, partitions: Any, warps: Any, registers: Any) -> None:
-        def run(function: Any, arguments: Any) -> None:
-            try:
-                function(*arguments)
-            except BaseException as error:
-                with CLOCK.changed:
-                    CLOCK.failed = CLOCK.failed or error
-                    CLOCK.changed.notify_all()
+        side_by_side(partitions)
 
-        threads = [threading.Thread(target=run, args=partition, daemon=True) for partition in partitions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if CLOCK.failed is not None:
-            raise CLOCK.failed
+
+def side_by_side(calls: Any) -> None:
+    """Runs (function, arguments) each in a thread; raises what the first that failed raises."""
+
+    def run(function: Any, arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            with CLOCK.changed:
+                CLOCK.failed = CLOCK.failed or error
+                CLOCK.changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if CLOCK.failed is not None:
+        raise CLOCK.failed
 
 
 def elementwise(asm: str, results: int, args: Any, dtype: Any, pack: int) -> Tile:
@@ -344,16 +362,16 @@ def elementwise(asm: str, results: int, args: Any, dtype: Any, pack: int) -> Til
 
 
 def on_card(array: Any) -> Any:
-    """Whole numbers as the card holds them, in 32 bits: numpy widens them beside its own."""
+    """Whole numbers as the card holds them, in 32 bits, with a sign or without: numpy widens them beside its own."""
     if array.dtype != np.int64:
         return array
-    assert (array == array.astype(np.int32)).all()
-    return array.astype(np.int32)
+    assert ((array >= -(2**31)) & (array < 2**32)).all()
+    return array.astype(np.uint32).view(np.int32)
 
 
 def unwritten(dtype: Any) -> Any:
-    """What memory that nobody may read holds: NaN, also as bits of bf16."""
-    return np.iinfo(dtype).max if dtype.kind == "u" else np.nan
+    """What memory that nobody may read holds: NaN, also as bits of bf16; of whole numbers the largest."""
+    return np.iinfo(dtype).max if dtype.kind in "iu" else np.nan
 
 
 class MBarrier:
@@ -462,7 +480,8 @@ def names(block: int, blocks: int) -> dict[str, Any]:
 
 
 def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, Any]:
-    """(out, lse) of a plan's kernel, one block of threads after the other; P and out are not rounded.
+    """(out, lse) of a plan's kernel, one block of threads after the other, those that share a queue at once; P and out
+    are not rounded.
 
     Raises:
         Deadlock: a barrier's wait never ends.
@@ -494,20 +513,26 @@ def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, A
     descriptors = {f"{name}_desc": Descriptor(tensors[name], (1, 1, *box)) for name, box in plan.boxes().items()}
     pointers = {name: pointers[name] for name, there in plan.pointers.items() if there}
     numbers = {name: number(value) for name, value in zip(plan.scalar_types(), scalars, strict=True)}
-    for block in range(blocks):
-        CLOCK.__init__(seed + block)  # type: ignore[misc]
-        kernel = device_function("hopper_attention_forward", block, blocks)
+
+    def run_block(kernel: Any) -> None:
         kernel(lse=Tile(0, None, lse), **descriptors, **pointers, **numbers, **plan.constants())
+
+    of_block = [device_function("hopper_attention_forward", block, blocks) for block in range(blocks)]
+    together = blocks if plan.queued else 1
+    for first in range(0, blocks, together):
+        CLOCK.__init__(seed + first)  # type: ignore[misc]
+        side_by_side([(run_block, (kernel,)) for kernel in of_block[first : first + together]])
     return torch.from_numpy(out), torch.from_numpy(lse).view(w.B, w.H, w.L)
 
 
 def run_masks(masks: MaskPlan, mask: Any, pointers: dict[str, Any]) -> dict[str, Any]:
     """What the two kernels that read a mask write: words and lists; nothing of it may be read that is not written."""
-    lists, kinds, _ = masks.offsets
+    lists, kinds, *_ = masks.offsets
     made = {
         "words": np.full(lists, 0x5A5A5A5A, np.int32),
         "lists": np.full(kinds - lists, 2**30, np.int32),
         "kinds": np.full(masks.tiles, 99, np.uint8),
+        "queue": np.full(1, 2**30, np.int32),
     }
     written = {name: Tile(0, None, array) for name, array in made.items()}
     mask = masks.readable(mask)
@@ -524,9 +549,10 @@ def run_masks(masks: MaskPlan, mask: Any, pointers: dict[str, Any]) -> dict[str,
             mask=read, words=written["words"], kinds=written["kinds"],
             **given, **numbers, **masks.constants(),
         )  # fmt: skip
+    queue = written["queue"] if masks.queued else None
     for block in range(masks.lists):
         kernel = device_function("hopper_attention_mask_lists", block, masks.lists)
-        kernel(written["kinds"], written["lists"], masks.key_tiles, LIST_CHUNK)
+        kernel(written["kinds"], written["lists"], queue, masks.key_tiles, LIST_CHUNK)
     return written
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from attnscope import cuda
 from attnscope.implementations.hopper import Hopper, Plan, PreparedHopper, decode, gluon_shim, masked
+from attnscope.implementations.hopper.configurations import Configuration
 from attnscope.implementations.hopper_cuda import KERNEL, SOURCE, HopperCuda
 from attnscope.workload import Workload
 from cuda_emulator import ctype_of
@@ -19,10 +20,12 @@ NAMES = ("hopper", "decode", "hopper_cuda")
 
 def prepare(name: str, driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
     """The prepared implementation; its kernels do nothing, and have the parameters of the real ones."""
-    return {"hopper": _hopper, "decode": _decode, "hopper_cuda": _hopper_cuda}[name](driver, monkeypatch, workload)
+    made = {"hopper": prepare_hopper, "decode": _decode, "hopper_cuda": _hopper_cuda}
+    return made[name](driver, monkeypatch, workload)
 
 
-def _hopper(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
+def prepare_hopper(driver: Driver, monkeypatch: Any, workload: Workload, one: Configuration | None = None) -> Any:
+    """The Gluon kernel, in a configuration, or in that of the workload's class."""
     plans: list[Plan] = []
 
     def compiled(plan: Plan) -> gluon_shim.Machine:
@@ -40,14 +43,14 @@ def _hopper(driver: Driver, monkeypatch: Any, workload: Workload) -> Any:
     monkeypatch.setattr(masked.MaskPlan, "compile", lambda self: in_front)
     monkeypatch.setattr("attnscope.driver.load", load)
     kind = PreparedHopper if workload.mask is None and workload.bias is None else masked.PreparedMasked
-    return kind(workload, DEVICE, Hopper().chosen(workload, DEVICE).gluon)
+    return kind(workload, DEVICE, one or Hopper().chosen(workload, DEVICE).gluon)
 
 
 def _parameters(name: str, plan: Plan) -> list[Any]:
     """Types of what the kernel of that name takes."""
     scratch = [ctypes.c_uint64] * 2
     if name == "hopper_attention_mask_lists":
-        return [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, *scratch]
+        return [*[ctypes.c_void_p] * (2 + plan.queued), ctypes.c_int32, *scratch]
     if name == "hopper_attention_mask_words":
         pointers = [ctypes.c_void_p] * (3 + sum(masked.MaskPlan(plan).pointers.values()))
         return [*pointers, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 6, *scratch]

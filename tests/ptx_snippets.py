@@ -35,6 +35,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "shl.b32": _shift(left=True),
     "shr.u32": _shift(left=False),
     "and.b32": np.bitwise_and,
+    "popc.b32": lambda a: np.bitwise_count(a).astype(np.uint32),
     "setp.ne.s32": np.not_equal,
     "selp.f32": lambda a, b, p: np.where(p, a, b),
     "tanh.approx.f32": _tanh,

@@ -648,7 +648,9 @@ def test_every_feature_compiles_cleanly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_claimed_release_of_triton_compiles_it(version: str, tmp_path: Path) -> None:
     texts = ["B1,H2,L2048,D128,bf16", "B1,H2,L2000,D64,fp16,causal,sinks", "B1,H2,L300,D256,bf16,window=64,softcap=9"]
-    texts += ["B1,H2,L2048,D64,bf16,mask=bool:1x1xLxS", "B1,H2,L2048,D128,bf16,bias=bf16:1xHxLxS"]
+    texts += [f"B1,H2,L2048,D{dim},bf16,mask=bool:1x1xLxS" for dim in (64, 128, 256)]
+    texts += ["B1,H2,L2048,D128,bf16,bias=bf16:1xHxLxS"]
     jobs = [(text, choose(Workload.parse(text))) for text in texts]
+    jobs += [(text, one) for text in texts for one in configurations.candidates(Workload.parse(text)) if one.queued]
     found = compile_apart(version, jobs, tmp_path)
     assert [threads for *_, threads, _ in found] == [128 * (1 + one.groups) for _, one in jobs]

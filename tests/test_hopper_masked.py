@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import gluon_stand_in
 from attnscope import driver
 from attnscope.device import Device, find_device
 from attnscope.implementation import find
-from attnscope.implementations.hopper import Hopper, Plan
+from attnscope.implementations.hopper import Hopper, Plan, kernels
 from attnscope.implementations.hopper.configurations import Configuration, tuning_class
 from attnscope.implementations.hopper.masked import MaskPlan, bias_arguments
 from attnscope.inputs import Inputs, make_inputs
@@ -23,7 +24,7 @@ from attnscope.reference import compute_attention
 from attnscope.workload import Workload
 from driver_stand_in import TensorMap, stand_in
 from gluon_stand_in import TOUCHED, in_memory, run_masks, run_plan
-from prepared_on_stand_in import prepare
+from prepared_on_stand_in import prepare, prepare_hopper
 from test_hopper import VERSIONS, compile_apart
 
 CPU = find_device("cpu")
@@ -35,6 +36,11 @@ CONFIGURATIONS = [
     Configuration(keys=64, slots=3, overlap=False, bias_slots=1),
     Configuration(keys=128, slots=4, q_slots=2, bias_slots=1, balanced=False),
 ]
+QUEUED = [
+    Configuration(keys=64, slots=5, q_slots=2, queued=True, balanced=False),
+    Configuration(keys=64, slots=8, groups=3, queued=True, pingpong=False, lazy_sum=False),
+    Configuration(keys=128, slots=3, q_slots=2, queued=True, overlap=False),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +48,10 @@ def no_table_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None
     monkeypatch.setenv("ATTNSCOPE_CACHE_DIR", str(tmp_path))
 
 
-def agrees(inputs: Inputs, configuration: Configuration, seed: int = 0) -> None:
+def agrees(inputs: Inputs, configuration: Configuration, seed: int = 0, blocks: int = 2) -> None:
     """The kernels compute what the reference does; a row that sees no key gives 0 and -inf."""
     truth = compute_attention(inputs, backward=False)
-    out, lse = run_plan(Plan(inputs.workload, configuration), inputs, blocks=2, seed=seed)
+    out, lse = run_plan(Plan(inputs.workload, configuration), inputs, blocks=blocks, seed=seed)
     where = f"{inputs.workload} {configuration}"
     seen = truth.lse.isfinite()
     assert torch.equal(lse.isfinite(), seen), where
@@ -135,6 +141,88 @@ def test_rows_that_a_mask_empties() -> None:
         agrees(inputs, configuration)
     inputs.mask[:] = False  # type: ignore[index]
     agrees(inputs, CONFIGURATIONS[0])
+
+
+# --- a queue of tiles -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("B2,H3,L200,S70,D16,bf16,mask=bool:BxHxLxS", 1),
+        ("B2,H3,L200,S136,D16,bf16,mask=bool:BxHxLxS", 3),
+        ("B2,H3,L200,S70,D16,bf16,mask=bool:BxHxLxS", 100),
+        ("B1,H4/2,L330,S200,D16,bf16,mask=bool:1xHxLxS,causal,sinks", 3),
+        ("B1,H4/2,L330,S200,D16,bf16,mask=bool:1xHxLxS,causal,sinks", 7),
+        ("B2,H2,L270,S100,D16,bf16,mask=bool:Bx1x1xS,lengths=100/3", 1),
+        ("H2,D16,bf16,packed=100/65/0/1/130,mask=bool:1x1xLxS", 3),
+        ("B3,H2/1,L140,S136,D16,bf16,bias=bf16:1xHxLxS,mask=bool:1xHxLxS,softcap=5", 2),
+        ("B2,H3,L200,S1,D16,bf16,mask=bool:1x1xLxS", 5),
+        ("B2,H8,L100,S1,D16,bf16,mask=bool:1x1xLxS", 2),
+    ],
+)
+def test_blocks_that_share_a_queue_compute_each_tile(text: str, blocks: int) -> None:
+    """Blocks run at once; more tiles than blocks, and fewer; tiles of no key and of all keys."""
+    inputs = make_inputs(Workload.parse(text), CPU)
+    assert inputs.mask is not None
+    inputs.mask[..., inputs.mask.shape[2] // 2 :, :] = False
+    inputs.mask[:1, :1] = True
+    agrees(inputs, QUEUED[(len(text) + blocks) % 3], blocks, blocks)
+
+
+def tell_in_one_slot(slots: Any, turn: int, words: Any) -> None:
+    slots.index(0).store(words)
+
+
+def hear_late_in_one_slot(slots: Any, turn: int, PLACE: int) -> Any:
+    import time
+
+    time.sleep(2e-3)
+    return gl.sum(slots.index(0).slice(PLACE, 1).load(None), 0)  # type: ignore[name-defined]  # noqa: F821  the kernel's
+
+
+def test_what_the_loading_warp_tells_needs_its_two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a whole tile ahead of a group that has not read yet: with one slot the group reads what comes later."""
+    inputs = make_inputs(Workload.parse("B2,H4,L128,S64,D16,bf16,mask=bool:BxHxLxS"), CPU)
+    agrees(inputs, QUEUED[0], blocks=1)
+    monkeypatch.setattr(gluon_stand_in, "TIMEOUT_S", 0.3)
+    monkeypatch.setitem(kernels._DEVICE_FUNCTIONS, "_tell", tell_in_one_slot)
+    monkeypatch.setitem(kernels._DEVICE_FUNCTIONS, "_heard", hear_late_in_one_slot)
+    with pytest.raises((AssertionError, gluon_stand_in.Deadlock)):
+        agrees(inputs, QUEUED[0], blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "multiprocessors", "queued"),
+    [
+        ("mask=bool:1x1xLxS", {}, 3, True), ("mask=bool:1x1xLxS,causal", {}, 3, True),
+        ("mask=bool:1x1xLxS,bias=bf16:1xHxLxS", {}, 3, True), ("bias=bf16:1xHxLxS", {}, 3, False),
+        ("causal", {}, 3, False), ("mask=bool:1x1xLxS", {}, 4, False),
+        ("mask=bool:1x1xLxS", {"persistent": False}, 3, False), ("mask=bool:1x1xLxS", {"queued": False}, 3, False),
+    ],
+)  # fmt: skip
+def test_when_there_is_a_queue(option: str, values: dict[str, Any], multiprocessors: int, queued: bool) -> None:
+    """Under a bool mask, where there are more tiles than blocks; and then no table."""
+    workload, configuration = Workload.parse(f"B1,H2,L200,D64,bf16,{option}"), Configuration(queued=True)
+    plan = Plan(workload, replace(configuration, **values), multiprocessors)
+    assert plan.tiles == 4 and plan.queued == queued == ("queue" not in plan.constants())
+    assert plan.scheduled == (option == "causal") and plan.pointers["order"] == plan.scheduled
+
+
+def test_a_queue_lies_in_the_calls_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One address more for the kernel that lists tiles and for attention; three launches a call, no memset."""
+    cuda, workload = stand_in(monkeypatch), Workload.parse("B2,H80,L70,S128,D64,bf16,mask=bool:Bx1xLxS")
+    alone = prepare_hopper(cuda, monkeypatch, workload, Configuration(slots=8, persistent=False))
+    prepared = prepare_hopper(cuda, monkeypatch, workload, Configuration(slots=8, q_slots=2, queued=True))
+    assert prepared.plan.queued and prepared.workspace_bytes == alone.workspace_bytes + 4
+    inputs, cuda.same = make_inputs(workload, CPU), {}
+    for _ in range(2):
+        cuda.launched.clear()
+        prepared.forward(inputs)
+        words, listing, attention = [_addresses(launch) for launch in cuda.launched]
+        lists, queue = sorted(listing & attention)
+        assert lists not in words and queue not in words
+        assert queue - lists == 4 * (prepared.masks.offsets[2] - prepared.masks.offsets[0])
 
 
 def test_any_byte_but_0_is_true() -> None:

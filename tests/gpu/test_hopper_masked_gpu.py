@@ -236,6 +236,70 @@ def test_streams_a_graph_and_a_mask_that_changes(option: str, gpu: Device) -> No
     assert torch.equal(captured, again) and not torch.equal(again, expected)
 
 
+# --- a queue of tiles -------------------------------------------------------------------------------------------------
+
+
+def queued(text: str, gpu: Device, blocks: int, number: int = 0) -> Prepared:
+    """A candidate with a queue, prepared as if the card ran ``blocks`` blocks at once."""
+    workload = Workload.parse(text)
+    entries = [one for one in Hopper().candidates(workload, gpu) if one.gluon.queued]
+    prepared = Hopper().prepare_as(workload, replace(gpu, multiprocessors=blocks), entries[number])
+    assert prepared.plan.queued  # type: ignore[attr-defined]
+    return prepared
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 131])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "B4,H12/4,L1000,S700,D64,bf16,mask=bool:BxHxLxS",
+        "B2,H16,L2100,D64,fp16,mask=bool:1xHxLxS,causal,sinks",
+        "B3,H8,L900,S70,D128,bf16,mask=bool:Bx1xLxS,lengths=70/3/40,layout=blhd",
+        "H48,D128,bf16,causal,packed=300/165/0/1/130,mask=bool:1xHxLxS",
+        "B2,H16,L700,S600,D256,fp16,mask=bool:BxHxLxS",
+    ],
+)
+def test_blocks_that_share_a_queue_compute_each_tile(text: str, blocks: int, gpu: Device) -> None:
+    """More tiles than blocks by far; tiles of no key, of all keys and of one tile of keys; calls agree to the bit."""
+    for number in (0, 1) if blocks == 131 and "D256" not in text else (0,):
+        prepared, inputs = queued(text, gpu, blocks, number), make_inputs(Workload.parse(text), gpu, blocks)
+        assert inputs.mask is not None
+        inputs.mask[:, :1] = True
+        inputs.mask[..., inputs.mask.shape[2] // 2 :, 64:] = False
+        inputs.mask[..., -200:, :] = False
+        assert not failures(prepared, inputs)
+        first = prepared.forward(inputs)
+        again = [prepared.forward(inputs) for _ in range(10)]
+        assert all(torch.equal(one.out, first.out) and torch.equal(one.lse, first.lse) for one in again)
+
+
+@pytest.mark.parametrize("blocks", [3, 131])
+def test_queues_of_calls_on_two_streams_and_of_a_graph_are_their_own(blocks: int, gpu: Device) -> None:
+    text = "B4,H16,L1040,D64,bf16,mask=bool:BxHxLxS"
+    prepared, inputs = queued(text, gpu, blocks), make_inputs(Workload.parse(text), gpu, 6)
+    expected = prepared.forward(inputs).out.clone()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    for _ in range(10):  # both streams have work at any time
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(prepared.forward(inputs).out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=streams[0]):
+        captured = [prepared.forward(inputs).out for _ in range(3)]
+    for _ in range(3):
+        for out in captured:
+            out.fill_(float("nan"))
+        graph.replay()
+        beside = prepared.forward(inputs).out
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in [*captured, beside])
+
+
 def test_its_kernels_run_in_order_and_say_their_memory(gpu: Device) -> None:
     prepared = find("hopper").prepare(Workload.parse("B2,H4,L256,S512,D64,bf16,mask=bool:1x1xLxS"), gpu)
     row_tiles, groups, key_tiles = 2, 3, 4  # 192 rows and 128 keys a tile

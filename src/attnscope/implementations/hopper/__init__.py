@@ -192,15 +192,21 @@ class Plan:
         self.pointers = {
             "lengths": w.lengths is not None, "starts": bounded, "ends": bounded,
             "slopes": w.alibi, "sinks": w.sinks, "order": self.scheduled,
-            "words": listed, "lists": listed, "bias": self.bias_kind in (BIAS_ROW, BIAS_COLUMN),
+            "words": listed, "lists": listed, "queue": self.queued, "bias": self.bias_kind in (BIAS_ROW, BIAS_COLUMN),
         }  # fmt: skip
 
     @property
     def scheduled(self) -> bool:
-        """Whether a table says which block works on which tiles: not where each has one at most."""
+        """Whether a table says which block works on which tiles: not where each has one at most, nor of a queue."""
         c = self.configuration
-        helps = self.multiprocessors < self.tiles <= schedules.MAX_TILES
+        helps = self.multiprocessors < self.tiles <= schedules.MAX_TILES and not self.queued
         return c.persistent and c.balanced and helps and schedules.is_uneven(self.workload)
+
+    @property
+    def queued(self) -> bool:
+        """Whether blocks take their tiles, after the first, from a queue; the kernels in front of a mask make one."""
+        c, masked = self.configuration, self.workload.mask is not None
+        return masked and c.persistent and c.queued and self.multiprocessors < self.tiles
 
     def schedule(self, blocks: int) -> list[int]:
         """The table for a grid of ``blocks``."""

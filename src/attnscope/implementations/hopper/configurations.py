@@ -35,7 +35,8 @@ class Configuration(Settings, owner="hopper"):
     gives each block of a persistent grid as much to do (``schedules.py``); ``pingpong``: groups take turns at the
     tensor cores (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores;
     ``lazy_sum``: a row's four lanes add up their sums after the last tile; ``bias_slots``: tiles of a bias that each
-    group has in shared memory.
+    group has in shared memory; ``queued``: under a bool mask blocks of a persistent grid take tiles from a queue, and
+    from no table; without one it says nothing.
     """
 
     keys: int = 128
@@ -50,11 +51,12 @@ class Configuration(Settings, owner="hopper"):
     overlap: bool = True
     lazy_sum: bool = True
     bias_slots: int = 1
+    queued: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.groups}x{GROUP_ROWS}", f"keys {self.keys}", f"slots {self.slots}/{self.q_slots}"]
         words += [f"regs {self.producer_registers}/{self.consumer_registers}"]
-        names = ("persistent", "balanced", "pingpong", "overlap", "lazy_sum")
+        names = ("persistent", "balanced", "queued", "pingpong", "overlap", "lazy_sum")
         return " ".join(words + [name for name in names if getattr(self, name)])
 
     @property
@@ -140,6 +142,7 @@ _TWO = {"slots": 8, "q_slots": 2}
 _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
 _ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
+_QUEUED = {"queued": True, "balanced": False}  # so do blocks themselves, and load the next while they work on one
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
@@ -170,9 +173,15 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
         ],
     },
     "mask": {
-        64: [_THREE | _ALONE | {"q_slots": 1}, _TWO | _ALONE | {"q_slots": 1}, _THREE, _TWO],
-        128: [_ALONE | {"slots": 6}, _ALONE | {"slots": 6, "pingpong": False}, _USUAL],
-        256: [_WIDE | _ALONE, _WIDE],
+        64: [_THREE | _ALONE | {"q_slots": 1}, _TWO | _ALONE | {"q_slots": 1}, _THREE | _QUEUED, _TWO | _QUEUED],
+        128: [
+            _ALONE | {"slots": 6},
+            _ALONE | {"slots": 6, "pingpong": False},
+            _USUAL | _QUEUED,
+            _USUAL | _QUEUED | {"pingpong": False},
+            _QUEUED | {"slots": 6},
+        ],
+        256: [_WIDE | _ALONE, _WIDE | _QUEUED],
     },
     "mixed": {
         64: [_TWO | {"slots": 6}, _TWO | {"slots": 6, "pingpong": False}],

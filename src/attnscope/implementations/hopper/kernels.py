@@ -5,8 +5,9 @@
 through a ring; two or three groups of 128 threads multiply by wgmma, each 64 rows, and compute softmax while the tensor
 cores work on the previous tile's P V or on another group's products.
 **Grid** One dimension: as many blocks as multiprocessors, or one a tile. Where tiles differ in length a persistent grid
-reads which block works on which from a table (``schedules.py``). Else a tile's place follows from its number alone:
-under a causal mask the longest come first, heads in sections whose K and V fit the L2 cache.
+reads which block works on which from a table (``schedules.py``), or blocks claim tiles from a queue. Else a tile's
+place follows from its number alone: under a causal mask the longest come first, heads in sections whose K and V fit the
+L2 cache.
 **Memory** Rank-4 descriptors over (B, heads, rows, D) with the tensors' own strides: rows beyond a head read as zeros
 and are not written. K and V share one ring, in the order K0 K1 V0 K2 V1 ... in which they are read.
 **Bound** Tensor cores at D 128 and 256, exponentials beside them at D 64.
@@ -64,7 +65,7 @@ def load() -> Any:
     return module
 
 
-# --- which tile, which keys -------------------------------------------------------------------------------------------
+# --- which tile -------------------------------------------------------------------------------------------------------
 
 
 @_device
@@ -113,6 +114,53 @@ def _place_of_tile(number, H, row_tiles, tiles, section, LONGEST_FIRST: gl.const
         batch = tiles // row_tiles // H
         head = head % batch * H + head // batch
     return head, tile
+
+
+# --- a queue of tiles -------------------------------------------------------------------------------------------------
+
+
+@_device
+def _claim(queue):
+    """The number of a tile that no block has yet, for the loading warp; the last tile's or more: none is left.
+
+    A block's first tile is its own number; ``queue`` counts what was claimed after those.
+    """
+    return gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed", scope="gpu")
+
+
+@_device
+def _announce(told, turn, number):
+    """Leave the number of the block's next tile to the groups, who read it behind the barrier of this turn's last V.
+
+    What the loading warp tells lies in two slots without a barrier of their own: who writes in turn t has waited for
+    the groups to leave Q's slot of turn t - 2 or a later one, and they had read by then what was told in that turn.
+    """
+    numbers, _lists = told
+    _tell(numbers, turn, gl.full([32], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@_device
+def _start_of_list(listed, length):
+    """The first words of a list, one a lane of the loading warp. The groups read them behind the barrier of Q."""
+    place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.load(listed + place, mask=place < length, other=0)
+
+
+@_device
+def _tell(slots, turn, words):
+    """Each lane of the loading warp writes one word; then one thread may arrive for all."""
+    slots.index(turn & 1).store(words)
+    thread_barrier()
+
+
+@_device
+def _heard(slots, turn, PLACE: gl.constexpr):
+    """A word of what was told in this turn, for a group."""
+    word = slots.index(turn & 1).slice(PLACE, 1).load(gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.sum(word, 0)
+
+
+# --- which keys -------------------------------------------------------------------------------------------------------
 
 
 @_device
@@ -282,70 +330,117 @@ def _load_bias(desc, ring, visits, b, h, row, tile, GROUPS: gl.constexpr, SLOTS:
 
 
 @_device
+def _load_rows(
+    head, tile, turn, slot, phase, q_slot, q_phase, visits,
+    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told,
+    sizes, pointers, mask_sizes, bias_sizes,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Queue all that one tile of rows needs; returns the rings' state, and, of a queue, the number of the next tile."""
+    H, group, L, S, _row_tiles, _tiles, _section, window = sizes
+    lengths, starts, ends, _slopes, _sinks, _order, _words, lists, _bias = pointers
+    queue, told = queue_told
+    bias_batch, bias_head, _bias_step = bias_sizes
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    b = head // H
+    h = head - b * H
+    kv = h // group
+    row = tile * (ROWS * GROUPS)
+    length, offset = _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT)
+    count, masked, upper, last, whole, tail = _walk(
+        row, length, offset, starts, ends, L, S, window, ROWS * GROUPS, KEYS, CAUSAL, WINDOWED, MASKED
+    )
+    if lists is not None:
+        _number, listed = _list_of(lists, b, h, tile, mask_sizes)
+        count = gl.load(listed)
+        before = gl.load(listed + 1) >> 1
+        if queue is not None:
+            begins = _start_of_list(listed, mask_sizes[2])
+    else:
+        before = _key_tile(0, masked, upper, last, whole, tail)
+    slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+    if queue is not None:
+        for w in gl.static_range(GROUPS):
+            mbarrier.wait(q_empty.index(w * Q_SLOTS + q_slot), q_phase ^ 1)
+        _numbers, handed_over = told
+        _tell(handed_over, turn, begins)
+    for w in gl.static_range(GROUPS):
+        place = w * Q_SLOTS + q_slot
+        if queue is None:
+            mbarrier.wait(q_empty.index(place), q_phase ^ 1)
+        mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
+        load_tile(q_desc, [b, h, row + w * ROWS, 0], q_full.index(place), q_s.index(place))
+    q_slot, q_phase = _next_slot(q_slot, q_phase, Q_SLOTS)
+    if bias_desc is not None:
+        bias_b = b * bias_batch
+        bias_h = h * bias_head
+        _load_bias(bias_desc, bias_ring, visits, bias_b, bias_h, row, before, GROUPS, BIAS_SLOTS)
+        visits += 1
+    for j in range(1, count):
+        if lists is not None:  # noqa: SIM108  the compiler drops a branch, not an operand
+            key_tile = gl.load(listed + 1 + j) >> 1
+        else:
+            key_tile = _key_tile(j, masked, upper, last, whole, tail)
+        if OVERLAP:
+            slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
+            slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+        else:
+            slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+            slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
+        if bias_desc is not None:
+            _load_bias(bias_desc, bias_ring, visits, bias_b, bias_h, row, key_tile, GROUPS, BIAS_SLOTS)
+            visits += 1
+        before = key_tile
+    coming = 0
+    if queue is not None:
+        coming = _claim(queue)
+        _announce(told, turn, coming)
+    slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+    return slot, phase, q_slot, q_phase, visits, coming
+
+
+@_device
 def _producer(
-    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring,
+    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told,
     sizes, pointers, mask_sizes, bias_sizes,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, BATCH_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads what the groups will read, in the order in which they read it."""
-    H, group, L, S, row_tiles, tiles, section, window = sizes
-    lengths, starts, ends, _slopes, _sinks, order, _words, lists, _bias = pointers
-    bias_batch, bias_head, _bias_step = bias_sizes
-    ROWS: gl.constexpr = q_desc.block_type.shape[2]
-    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    H, _group, _L, _S, row_tiles, tiles, section, _window = sizes
+    _lengths, _starts, _ends, _slopes, _sinks, order, _words, _lists, _bias = pointers
+    queue, _told = queue_told
     slot = 0
     phase = 0
     q_slot = 0
     q_phase = 0
     visits = 0
     coming = _tile_number(0, order)
-    for turn in range(_tiles_of_block(tiles, order)):
-        head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
-        coming = _tile_number(turn + 1, order)  # early: nobody waits for it
-        b = head // H
-        h = head - b * H
-        kv = h // group
-        row = tile * (ROWS * GROUPS)
-        length, offset = _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT)
-        count, masked, upper, last, whole, tail = _walk(
-            row, length, offset, starts, ends, L, S, window, ROWS * GROUPS, KEYS, CAUSAL, WINDOWED, MASKED
-        )
-        if lists is not None:
-            _number, listed = _list_of(lists, b, h, tile, mask_sizes)
-            count = gl.load(listed)
-            before = gl.load(listed + 1) >> 1
-        else:
-            before = _key_tile(0, masked, upper, last, whole, tail)
-        slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
-        for w in gl.static_range(GROUPS):
-            place = w * Q_SLOTS + q_slot
-            mbarrier.wait(q_empty.index(place), q_phase ^ 1)
-            mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
-            load_tile(q_desc, [b, h, row + w * ROWS, 0], q_full.index(place), q_s.index(place))
-        q_slot, q_phase = _next_slot(q_slot, q_phase, Q_SLOTS)
-        if bias_desc is not None:
-            bias_b = b * bias_batch
-            bias_h = h * bias_head
-            _load_bias(bias_desc, bias_ring, visits, bias_b, bias_h, row, before, GROUPS, BIAS_SLOTS)
-            visits += 1
-        for j in range(1, count):
-            if lists is not None:
-                key_tile = gl.load(listed + 1 + j) >> 1
-            else:
-                key_tile = _key_tile(j, masked, upper, last, whole, tail)
-            if OVERLAP:
-                slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
-                slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
-            else:
-                slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
-                slot, phase = _load_keys(k_desc, ring, full, empty, slot, phase, b, kv, key_tile, SLOTS)
-            if bias_desc is not None:
-                _load_bias(bias_desc, bias_ring, visits, bias_b, bias_h, row, key_tile, GROUPS, BIAS_SLOTS)
-                visits += 1
-            before = key_tile
-        slot, phase = _load_keys(v_desc, ring, full, empty, slot, phase, b, kv, before, SLOTS)
+    if queue is not None:
+        turn = 0
+        while coming < tiles:
+            head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
+            slot, phase, q_slot, q_phase, visits, coming = _load_rows(
+                head, tile, turn, slot, phase, q_slot, q_phase, visits,
+                q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told,
+                sizes, pointers, mask_sizes, bias_sizes,
+                GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, OVERLAP,
+            )  # fmt: skip
+            turn += 1
+    else:
+        for turn in range(_tiles_of_block(tiles, order)):
+            head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
+            coming = _tile_number(turn + 1, order)  # early: nobody waits for it
+            slot, phase, q_slot, q_phase, visits, _coming = _load_rows(
+                head, tile, turn, slot, phase, q_slot, q_phase, visits,
+                q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told,
+                sizes, pointers, mask_sizes, bias_sizes,
+                GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, OVERLAP,
+            )  # fmt: skip
 
 
 # --- softmax ----------------------------------------------------------------------------------------------------------
@@ -645,27 +740,180 @@ def _matrix(tile):
 
 
 @_device
-def _consumer(
-    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+def _attend(
+    head, tile, turn, slot, phase, q_slot, q_phase, visits, zero,
+    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
     sizes, pointers, mask_sizes, bias_sizes, scale, cap, W: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
-    BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
-    KEYS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, PINGPONG: gl.constexpr,
+    OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
-    """One group of 128 threads: 64 rows of each tile."""
-    H, _group, L, S, row_tiles, tiles, section, window = sizes
-    lengths, starts, ends, slopes, sinks, order, words, lists, bias_pointer = pointers
+    """A group's 64 rows of one tile; returns the rings' state, and, of a queue, the number of the block's next tile."""
+    H, _group, L, S, _row_tiles, _tiles, _section, window = sizes
+    lengths, starts, ends, slopes, sinks, _order, words, lists, bias_pointer = pointers
+    queue, told = queue_told
     bias_batch, bias_head, bias_step = bias_sizes
-    ROWS: gl.constexpr = q_s.shape[3]
+    ROWS: gl.constexpr = zero.shape[0]
+    KEYS: gl.constexpr = zero.shape[1]
     SLOPED: gl.constexpr = slopes is not None
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    s_layout: gl.constexpr = zero.type.layout
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16]
     )
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    b = head // H
+    h = head - b * H
+    first_row = tile * (ROWS * GROUPS)
+    length, offset = _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT)
+    count, masked, upper, last, whole, tail = _walk(
+        first_row, length, offset, starts, ends, L, S, window, ROWS * GROUPS, KEYS, CAUSAL, WINDOWED, MASKED
+    )
+    walk = (masked, upper, last, whole, tail)
+    rows = first_row + W * ROWS + gl.arange(0, ROWS, row_layout)
+    low = None
+    high = None
+    if MASKED:
+        if BIAS:  # else comparisons are kept in registers from one tile to the next, and those are short
+            length = gl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [length], dtype=gl.int32, is_pure=False, pack=1
+            )
+        lower, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
+        if WINDOWED or starts is not None:
+            low = lower
+    unit = scale
+    if PRESCALED:
+        unit = 1.0
+    slope = 0.0
+    if SLOPED:
+        slope = gl.load(slopes + h) * (1.0 if BIAS else 1.4426950408889634)
+    entry = None
+    bits = None
+    if lists is not None:
+        number, listed = _list_of(lists, b, h, tile, mask_sizes)
+        if queue is None:
+            count = gl.load(listed)
+            entry = gl.load(listed + 1)
+            after = gl.load(listed + gl.minimum(count, 2))
+        bits = words + gl.cast(number * GROUPS + W, gl.int64) * mask_sizes[3]
+    bias = bias_ring
+    if BIAS > 1:
+        bias = bias_pointer + gl.cast(b, gl.int64) * bias_batch + gl.cast(h, gl.int64) * bias_head
+        if BIAS == 2:
+            bias = (bias, bias_step)
+        else:
+            bias = gl.load(bias + gl.minimum(rows, L - 1).to(gl.int64) * bias_step).to(gl.float32)
+    place = W * Q_SLOTS + q_slot
+    q = _matrix(q_s.index(place))
+
+    mbarrier.wait(full.index(slot), phase)
+    mbarrier.wait(q_full.index(place), q_phase)
+    if queue is not None:
+        _numbers, handed_over = told
+        count = _heard(handed_over, turn, 0)
+        entry = _heard(handed_over, turn, 1)
+        after = _heard(handed_over, turn, 2)
+    products = multiply(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if BIAS == 1:
+        _await_bias(bias, visits, W, BIAS_SLOTS)
+    s = multiplied(0, deps=(products,))
+    added = bias
+    if BIAS == 1:
+        added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
+        visits += 1
+    mbarrier.arrive(empty.index(slot), count=1)
+    slot, phase = _next_slot(slot, phase, SLOTS)
+    # With two slots the output of the tile before lies in the one that the next tile's Q waits for.
+    if Q_SLOTS > 1:  # noqa: SIM102
+        if turn > 0:
+            stored(0)
+            mbarrier.arrive(q_empty.index(W * Q_SLOTS + 1 - q_slot), count=1)
+    key_tile, needs = _visit(0, entry, walk)
+    s = _scores(
+        s, key_tile * KEYS, rows, low, high, _words_of(bits, entry, zero), added, S,
+        offset, slope, scale, cap, needs, BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
+    )  # fmt: skip
+    top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    p32, top, total, _ = _softmax(s, top, 0.0, unit, GUARDED, BIAS != 0, LAZY_SUM)
+    p = gl.convert_layout(p32.to(q.dtype), p_layout)
+    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+    for j in range(1, count):
+        if lists is not None:  # a tile ahead: products are not queued before its entry is known
+            entry = after
+            after = gl.load(listed + gl.minimum(j + 2, count))
+        key_tile, needs = _visit(j, entry, walk)
+        slot, phase, acc, p, top, total = _one_more_tile(
+            key_tile * KEYS, needs, _words_of(bits, entry, zero), bias, visits, S,
+            q, ring, full, empty, slot, phase, acc, p, top, total, zero,
+            rows, low, high, offset, slope, scale, unit, cap,
+            SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, BIAS, BIAS_SLOTS, GUARDED,
+            CAPPED, PRESCALED, SLOPED, MASKED,
+        )  # fmt: skip
+        if BIAS == 1:
+            visits += 1
+
+    mbarrier.wait(full.index(slot), phase)
+    coming = 0
+    if queue is not None:
+        numbers, _lists = told
+        coming = _heard(numbers, turn, 0)
+    sums = multiply(p, _matrix(ring.index(slot)), acc, is_async=True)
+    acc = multiplied(0, deps=(sums,))
+    mbarrier.arrive(empty.index(slot), count=1)
+    slot, phase = _next_slot(slot, phase, SLOTS)
+
+    weight = 1.0
+    if LAZY_SUM:
+        total = gl.convert_layout(gl.sum(total, 1), row_layout)
+    peak = top
+    if sinks is not None:  # one more score, without a value
+        sink = gl.load(sinks + h) * (1.0 if BIAS else 1.4426950408889634)
+        peak = gl.maximum(top, sink)
+        base = gl.where(peak == float("-inf"), 0.0, peak)
+        weight = gl.exp2((top - base) * (1.4426950408889634 if BIAS else 1.0))
+        total = total * weight + gl.exp2((sink - base) * (1.4426950408889634 if BIAS else 1.0))
+    seen = total != 0.0  # a NaN stays one
+    safe = gl.where(seen, total, 1.0)
+    inverse = gl.where(seen, weight / safe, 0.0)
+    if BIAS:  # noqa: SIM108
+        natural = peak + gl.log2(safe) * 0.6931471805599453
+    else:
+        natural = (peak + gl.log2(safe)) * 0.6931471805599453
+    natural = gl.where(seen, natural, float("-inf"))
+    inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
+    if GUARDED:  # noqa: SIM108
+        acc = gl.where(inverse != 0.0, acc * inverse, 0.0)  # what no row sees may be NaN
+    else:
+        acc = acc * inverse
+    thread_barrier()  # all four warps have read Q: the output takes its place
+    q.store(acc.to(q.dtype))
+    fence_async_shared()
+    store_tile(o_desc, [b, h, first_row + W * ROWS, 0], q_s.index(place))
+    gl.store(lse + gl.cast(head, gl.int64) * L + rows, natural, mask=rows < L)
+    if Q_SLOTS == 1:
+        stored(0)
+        mbarrier.arrive(q_empty.index(place), count=1)
+    q_slot, q_phase = _next_slot(q_slot, q_phase, Q_SLOTS)
+    return slot, phase, q_slot, q_phase, visits, coming
+
+
+@_device
+def _consumer(
+    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+    sizes, pointers, mask_sizes, bias_sizes, scale, cap, W: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
+    GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
+    KEYS: gl.constexpr, BLOCK_DV: gl.constexpr,
+):  # fmt: skip
+    """One group of 128 threads: 64 rows of each tile."""
+    H, _group, _L, _S, row_tiles, tiles, section, _window = sizes
+    _lengths, _starts, _ends, _slopes, _sinks, order, _words, _lists, _bias = pointers
+    queue, _told = queue_told
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    ROWS: gl.constexpr = q_s.shape[3]
     zero = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
     slot = 0
     phase = 0
@@ -675,131 +923,29 @@ def _consumer(
     if PINGPONG and W == GROUPS - 1:
         _give_turn(0)
     coming = _tile_number(0, order)
-    for turn in range(_tiles_of_block(tiles, order)):
-        head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
-        coming = _tile_number(turn + 1, order)  # early: nobody waits for it
-        b = head // H
-        h = head - b * H
-        first_row = tile * (ROWS * GROUPS)
-        length, offset = _batch_geometry(b, lengths, L, S, BOTTOM_RIGHT)
-        count, masked, upper, last, whole, tail = _walk(
-            first_row, length, offset, starts, ends, L, S, window, ROWS * GROUPS, KEYS, CAUSAL, WINDOWED, MASKED
-        )
-        walk = (masked, upper, last, whole, tail)
-        rows = first_row + W * ROWS + gl.arange(0, ROWS, row_layout)
-        low = None
-        high = None
-        if MASKED:
-            if BIAS:  # else comparisons are kept in registers from one tile to the next, and those are short
-                length = gl.inline_asm_elementwise(
-                    "mov.b32 $0, $1;", "=r,r", [length], dtype=gl.int32, is_pure=False, pack=1
-                )
-            lower, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
-            if WINDOWED or starts is not None:
-                low = lower
-        unit = scale
-        if PRESCALED:
-            unit = 1.0
-        slope = 0.0
-        if SLOPED:
-            slope = gl.load(slopes + h) * (1.0 if BIAS else 1.4426950408889634)
-        entry = None
-        bits = None
-        if lists is not None:
-            number, listed = _list_of(lists, b, h, tile, mask_sizes)
-            count = gl.load(listed)
-            entry = gl.load(listed + 1)
-            after = gl.load(listed + gl.minimum(count, 2))
-            bits = words + gl.cast(number * GROUPS + W, gl.int64) * mask_sizes[3]
-        bias = bias_ring
-        if BIAS > 1:
-            bias = bias_pointer + gl.cast(b, gl.int64) * bias_batch + gl.cast(h, gl.int64) * bias_head
-            if BIAS == 2:
-                bias = (bias, bias_step)
-            else:
-                bias = gl.load(bias + gl.minimum(rows, L - 1).to(gl.int64) * bias_step).to(gl.float32)
-        place = W * Q_SLOTS + q_slot
-        q = _matrix(q_s.index(place))
-
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.wait(q_full.index(place), q_phase)
-        products = multiply(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if BIAS == 1:
-            _await_bias(bias, visits, W, BIAS_SLOTS)
-        s = multiplied(0, deps=(products,))
-        added = bias
-        if BIAS == 1:
-            added = _read_bias(s, bias, visits, W, BIAS_SLOTS)
-            visits += 1
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _next_slot(slot, phase, SLOTS)
-        # With two slots the output of the tile before lies in the one that the next tile's Q waits for.
-        if Q_SLOTS > 1:  # noqa: SIM102
-            if turn > 0:
-                stored(0)
-                mbarrier.arrive(q_empty.index(W * Q_SLOTS + 1 - q_slot), count=1)
-        key_tile, needs = _visit(0, entry, walk)
-        s = _scores(
-            s, key_tile * KEYS, rows, low, high, _words_of(bits, entry, zero), added, S,
-            offset, slope, scale, cap, needs, BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
-        )  # fmt: skip
-        top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        p32, top, total, _ = _softmax(s, top, 0.0, unit, GUARDED, BIAS != 0, LAZY_SUM)
-        p = gl.convert_layout(p32.to(q.dtype), p_layout)
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
-        for j in range(1, count):
-            if lists is not None:  # a tile ahead: products are not queued before its entry is known
-                entry = after
-                after = gl.load(listed + gl.minimum(j + 2, count))
-            key_tile, needs = _visit(j, entry, walk)
-            slot, phase, acc, p, top, total = _one_more_tile(
-                key_tile * KEYS, needs, _words_of(bits, entry, zero), bias, visits, S,
-                q, ring, full, empty, slot, phase, acc, p, top, total, zero,
-                rows, low, high, offset, slope, scale, unit, cap,
-                SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, BIAS, BIAS_SLOTS, GUARDED,
-                CAPPED, PRESCALED, SLOPED, MASKED,
+    if queue is not None:
+        turn = 0
+        while coming < tiles:
+            head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
+            slot, phase, q_slot, q_phase, visits, coming = _attend(
+                head, tile, turn, slot, phase, q_slot, q_phase, visits, zero,
+                o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                sizes, pointers, mask_sizes, bias_sizes, scale, cap, W,
+                GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
+                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, BLOCK_DV,
             )  # fmt: skip
-            if BIAS == 1:
-                visits += 1
-
-        mbarrier.wait(full.index(slot), phase)
-        sums = multiply(p, _matrix(ring.index(slot)), acc, is_async=True)
-        acc = multiplied(0, deps=(sums,))
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _next_slot(slot, phase, SLOTS)
-
-        weight = 1.0
-        if LAZY_SUM:
-            total = gl.convert_layout(gl.sum(total, 1), row_layout)
-        peak = top
-        if sinks is not None:  # one more score, without a value
-            sink = gl.load(sinks + h) * (1.0 if BIAS else 1.4426950408889634)
-            peak = gl.maximum(top, sink)
-            base = gl.where(peak == float("-inf"), 0.0, peak)
-            weight = gl.exp2((top - base) * (1.4426950408889634 if BIAS else 1.0))
-            total = total * weight + gl.exp2((sink - base) * (1.4426950408889634 if BIAS else 1.0))
-        seen = total != 0.0  # a NaN stays one
-        safe = gl.where(seen, total, 1.0)
-        inverse = gl.where(seen, weight / safe, 0.0)
-        if BIAS:  # noqa: SIM108
-            natural = peak + gl.log2(safe) * 0.6931471805599453
-        else:
-            natural = (peak + gl.log2(safe)) * 0.6931471805599453
-        natural = gl.where(seen, natural, float("-inf"))
-        inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        if GUARDED:  # noqa: SIM108
-            acc = gl.where(inverse != 0.0, acc * inverse, 0.0)  # what no row sees may be NaN
-        else:
-            acc = acc * inverse
-        thread_barrier()  # all four warps have read Q: the output takes its place
-        q.store(acc.to(q.dtype))
-        fence_async_shared()
-        store_tile(o_desc, [b, h, first_row + W * ROWS, 0], q_s.index(place))
-        gl.store(lse + gl.cast(head, gl.int64) * L + rows, natural, mask=rows < L)
-        if Q_SLOTS == 1:
-            stored(0)
-            mbarrier.arrive(q_empty.index(place), count=1)
-        q_slot, q_phase = _next_slot(q_slot, q_phase, Q_SLOTS)
+            turn += 1
+    else:
+        for turn in range(_tiles_of_block(tiles, order)):
+            head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
+            coming = _tile_number(turn + 1, order)  # early: nobody waits for it
+            slot, phase, q_slot, q_phase, visits, _coming = _attend(
+                head, tile, turn, slot, phase, q_slot, q_phase, visits, zero,
+                o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                sizes, pointers, mask_sizes, bias_sizes, scale, cap, W,
+                GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
+                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, BLOCK_DV,
+            )  # fmt: skip
     stored(0)
     if PINGPONG and W == 0:
         _wait_turn(0)
@@ -810,7 +956,8 @@ def _consumer(
 
 @_device
 def hopper_attention_forward(
-    q_desc, k_desc, v_desc, o_desc, bias_desc, lse, lengths, starts, ends, slopes, sinks, order, words, lists, bias,
+    q_desc, k_desc, v_desc, o_desc, bias_desc, lse,
+    lengths, starts, ends, slopes, sinks, order, words, lists, queue, bias,
     H, group, L, S, row_tiles, tiles, section, window, scale, cap,
     list_batch, list_head, list_step, words_step, bias_batch, bias_head, bias_step,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
@@ -847,6 +994,12 @@ def hopper_attention_forward(
         bias_ring = (bias_s, bias_full, bias_empty)
     else:
         bias_ring = (bias_desc, bias_desc, bias_desc)  # None
+    if queue is not None:
+        words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        numbers = gl.allocate_shared_memory(gl.int32, [2, 32], words_layout)
+        queue_told = (queue, (numbers, gl.allocate_shared_memory(gl.int32, [2, 32], words_layout)))
+    else:
+        queue_told = (queue, (queue, queue))  # None
     sizes = (H, group, L, S, row_tiles, tiles, section, window)
     pointers = (lengths, starts, ends, slopes, sinks, order, words, lists, bias)
     mask_sizes = (list_batch, list_head, list_step, words_step)
@@ -856,20 +1009,20 @@ def hopper_attention_forward(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
-                    bias_ring, sizes, pointers, mask_sizes, bias_sizes,
+                    bias_ring, queue_told, sizes, pointers, mask_sizes, bias_sizes,
                     GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
                     BATCH_FIRST, OVERLAP,
                 )),
@@ -881,26 +1034,26 @@ def hopper_attention_forward(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(2),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_D, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
-                    bias_ring, sizes, pointers, mask_sizes, bias_sizes,
+                    bias_ring, queue_told, sizes, pointers, mask_sizes, bias_sizes,
                     GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
                     BATCH_FIRST, OVERLAP,
                 )),

@@ -4,8 +4,9 @@
 **Idea** A score's fate is one bit. The first kernel reads each byte of the mask once, adds what geometry hides, and
 writes a bit a score in the order in which a thread of the attention kernel holds its scores, so that a tile of 64 x 128
 costs two registers; and of each tile whether all, some or none of it is seen. The second lists, for each tile of rows,
-the tiles of keys that are not empty. **Grid** One block a tile of rows and keys; one a tile of rows. **Memory** Any
-strides of the mask, expanded ones too, where rows are whole words of four keys.
+the tiles of keys that are not empty, and sets the queue of tiles of rows to its start. **Grid** One block a tile of
+rows and keys; one a tile of rows. **Memory** Any strides of the mask, expanded ones too, where rows are whole words of
+four keys.
 **Bound** Reading the mask.
 """
 
@@ -60,7 +61,7 @@ def hopper_attention_mask_words(
     Four keys are read at a time, strides count them; or, STEP 0, one byte that holds for all keys of a row.
     """
     ROWS: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // KEYS, KEYS // 16], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])  # eight lanes read 32 bytes of a row
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     number = gl.program_id(0)
     place = number // key_tiles
@@ -78,7 +79,7 @@ def hopper_attention_mask_words(
     first = mask + gl.cast(b, gl.int64) * mask_b + gl.cast(h, gl.int64) * mask_h + key_tile * (KEYS // 4 * STEP)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, stored)), 1)
     lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, stored)), 0)
-    seen = 0
+    ones = gl.zeros([ROWS, 4], gl.int32, stored)
     for w in gl.static_range(GROUPS):
         rows = (tile * GROUPS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         low, high = _interval(gl.minimum(rows, L - 1), length, offset, starts, ends, window, CAUSAL, WINDOWED)
@@ -90,26 +91,24 @@ def hopper_attention_mask_words(
         found = gl.load(places, mask=inside, other=0)
         if STEP == 0:  # a byte that holds for every key
             found = gl.where(found != 0, 0x01010101, 0)
-        # A byte that is not 0 sets its lowest bit; one product gathers the four in the uppermost.
-        found = ((((found & 0x7F7F7F7F) + 0x7F7F7F7F) | found) >> 7) & 0x01010101
-        bits = (found * 0x10204080) >> 28 & 15
-        bits = gl.where(inside, bits & ((1 << within) - (1 << before)), 0)
+        # A byte that is not 0 sets its highest bit; one product gathers the four in the uppermost. Outside all are 0.
+        found = (((found & 0x7F7F7F7F) + 0x7F7F7F7F) | found) & -0x7F7F7F80
+        bits = (found * 0x204081) >> 28 & ((1 << within) - (1 << before))
         parts = gl.join((bits & 3) << shift, (bits >> 2) << shift).reshape([ROWS, KEYS // 8, 4])
         made = gl.convert_layout(gl.sum(parts, 1), stored)
         where = ((gl.cast(place, gl.int64) * GROUPS + w) * key_tiles + key_tile) * (ROWS * 4)
         gl.store(words + where + (row * 4 + lane), made)
-        ones = bits - (bits >> 1 & 5)
-        ones = (ones & 3) + (ones >> 2)
-        seen += gl.sum(gl.sum(ones, 1), 0)
+        ones += gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [made], dtype=gl.int32, is_pure=True, pack=1)
+    seen = gl.sum(gl.sum(ones, 1), 0)
     whole = gl.minimum(L - tile * (GROUPS * ROWS), GROUPS * ROWS) * KEYS
     gl.store(kinds + number, gl.where(seen == 0, 0, gl.where(seen == whole, 2, 1)))
 
 
 @_device
-def hopper_attention_mask_lists(kinds, lists, key_tiles, CHUNK: gl.constexpr):
+def hopper_attention_mask_lists(kinds, lists, queue, key_tiles, CHUNK: gl.constexpr):
     """The list of one tile of rows: how many tiles of keys, then each times 2, plus 1 where it needs the words.
 
-    There is always one, be it hidden to the last key.
+    There is always one, be it hidden to the last key. Of a ``queue`` nothing is claimed yet.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, CHUNK // 4], [8, 4], [4, 1], [1, 0])
     place = gl.program_id(0)
@@ -128,3 +127,5 @@ def hopper_attention_mask_lists(kinds, lists, key_tiles, CHUNK: gl.constexpr):
         count += gl.sum((kind != 0).to(gl.int32), 0)
     gl.store(lists + 1, 1, mask=count == 0)
     gl.store(lists, gl.maximum(count, 1))
+    if queue is not None:
+        gl.store(queue, 0, mask=place == 0)

@@ -38,7 +38,7 @@ class MaskPlan:
 
     def __init__(self, plan: Plan) -> None:
         w, c = plan.workload, plan.configuration
-        self.workload, self.configuration = w, c
+        self.workload, self.configuration, self.queued = w, c, plan.queued
         batch, self.heads, _, _ = w.broadcast_shape(w.mask)
         self.batch = w.B if w.lengths is not None else batch
         self.step = 0 if w.broadcast_shape(w.mask)[3] == 1 else 1  # of the mask along keys
@@ -50,11 +50,13 @@ class MaskPlan:
         }  # fmt: skip
 
     @property
-    def offsets(self) -> tuple[int, int, int]:
-        """Where lists and kinds begin in the memory between, and its end, in units of 4 bytes; words are first."""
+    def offsets(self) -> tuple[int, int, int, int]:
+        """Where lists, kinds and the queue begin in the memory between, and its end, in units of 4 bytes; words are
+        first."""
         lists = self.tiles * self.configuration.groups * WORDS_A_TILE
         kinds = lists + self.lists * (self.key_tiles + 1)
-        return lists, kinds, kinds + -(-self.tiles // 4)
+        queue = kinds + -(-self.tiles // 4)
+        return lists, kinds, queue, queue + self.queued
 
     def scalars(self) -> list[Any]:
         """The attention kernel's: tile t of head (b, h) has list b * list_batch + h * list_head + t; the length of a
@@ -101,10 +103,11 @@ class MaskPlan:
         )
         types |= {name: "i64" if name.startswith("mask_") else "i32" for name in mask_kernels.WORDS_SCALARS}
         words = gluon_shim.compile_kernel(module.hopper_attention_mask_words, types, self.constants(), WARPS)
-        types = {"kinds": "*u8", "lists": "*i32", "key_tiles": "i32"}
-        lists = gluon_shim.compile_kernel(module.hopper_attention_mask_lists, types, {"CHUNK": LIST_CHUNK}, WARPS)
+        types = {"kinds": "*u8", "lists": "*i32"} | ({"queue": "*i32"} if self.queued else {}) | {"key_tiles": "i32"}
+        constants = {"CHUNK": LIST_CHUNK} | ({} if self.queued else {"queue": None})
+        lists = gluon_shim.compile_kernel(module.hopper_attention_mask_lists, types, constants, WARPS)
         words.require([8] * (3 + len(pointers) + 3) + [4] * 6 + [8, 8])
-        lists.require([8, 8, 4, 8, 8])
+        lists.require([8] * (2 + self.queued) + [4, 8, 8])
         return [words, lists]
 
 
@@ -178,8 +181,8 @@ class PreparedMasked(PreparedHopper):
             given["mask"] = self.masks.readable(given["mask"])
         places = {name: tensor.data_ptr() for name, tensor in ({"lse": lse} | given | self.tables).items()}
         if self.masks is not None:
-            lists, kinds, _ = self.masks.offsets
-            for name, offset in (("words", 0), ("lists", lists), ("kinds", kinds)):
+            offsets = (0, *self.masks.offsets)
+            for name, offset in zip(("words", "lists", "kinds", "queue"), offsets, strict=False):
                 places[name] = places["between"] + 4 * offset
             calls += self._in_front(given["mask"], places)
             scalars += self.masks.scalars()
@@ -192,5 +195,6 @@ class PreparedMasked(PreparedHopper):
         names = ["mask", "words", "kinds", *(name for name, there in self.masks.pointers.items() if there)]
         words = kernel_arguments([places[name] for name in names], self.masks.words_scalars(mask))
         key_tiles = ctypes.c_int32(self.masks.key_tiles)
-        lists = kernel_arguments([places["kinds"], places["lists"]], [key_tiles])
+        names = ["kinds", "lists", *["queue"] * self.masks.queued]
+        lists = kernel_arguments([places[name] for name in names], [key_tiles])
         return list(zip(self.in_front, (words, lists), strict=True))
