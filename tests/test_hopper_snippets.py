@@ -5,6 +5,7 @@ Here the snippets are interpreted (``ptx_snippets.py``); tests/gpu/test_hopper_m
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,14 @@ def test_what_is_seen_keeps_its_bits_and_what_is_hidden_is_minus_infinity(keys: 
     assert np.array_equal(found, np.where(decoded(words, keys), scores, 0xFF800000))
 
 
+def test_what_is_computed_before_a_wait_stays_what_it_is() -> None:
+    sums = np.array([0.0, 1.0, 3e38, np.inf, np.nan, 1e-45] * 8, np.float32).reshape(6, 8)
+    found = device_function("_before_waiting")(Tile(sums)).array
+    assert np.array_equal(found.view(np.uint32), sums.view(np.uint32))
+    with pytest.raises(NotImplementedError, match=r"st\.shared"):  # a sum of weights is never below 0
+        device_function("_before_waiting")(Tile(-sums))
+
+
 @pytest.mark.parametrize("snippet", ["add.s32 $0, $1, $1;", "shl.b32 $0, $1, t;", "{ cvt.f32.bf16 $0, $1; }"])
 def test_the_interpreter_refuses_what_it_does_not_know(snippet: str) -> None:
     with pytest.raises(NotImplementedError):
@@ -74,7 +83,7 @@ def test_the_kernels_hold_no_snippet_that_no_test_runs() -> None:
     source = Path(kernels.__file__).read_text()
     found = set(re.findall(r'"((?:\{ )?(?:\.reg|[a-z]+\.)[^"]*;[^"]*)"', source))
     known = {text for text in found if text.startswith(("{ bar.", "mov.b32 $0", "mov.b64 $0", "tanh.approx"))}
-    assert len(found - known) == 3  # _widened, _hide_by_word, _word_below
+    assert len(found - known) == 4  # _widened, _hide_by_word, _word_below, _before_waiting
 
 
 # --- what the compiler makes of them ----------------------------------------------------------------------------------
@@ -133,3 +142,37 @@ def test_the_compiler_makes_of_them_what_they_were_written_for(version: str, tmp
     assert 0 <= masked[1] - 64 * tiles <= 4 * jobs[0][1].groups  # beside them, an lse may be -inf
     assert masked[0] >= 64 // 8 * tiles
     assert biased[2] == 64 // 2 * tiles
+
+
+ORDER = """
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from attnscope.implementations.hopper import Plan, configurations
+from attnscope.workload import Workload
+
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+for text, values in json.load(sys.stdin):
+    machine = Plan(Workload.parse(text), configurations.Configuration.from_dict(values)).compile()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine.cubin)
+        file.flush()
+        said = subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
+    between = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", said, re.DOTALL)
+    print(json.dumps([part.count("MUFU.EX2") for part in between]), flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_values_are_waited_for_after_the_exponentials_where_that_is_asked_for(version: str, tmp_path: Path) -> None:
+    """Between the wait for scores and the one for sums: all of a tile's exponentials, or, left to ptxas, hardly any."""
+    jobs = [
+        (text, dataclasses.replace(choose(Workload.parse(text)), late=late))
+        for text in ("B1,H32,L8192,D64,bf16", "B8,H32,L2048,D64,bf16,causal", "B1,H16,L8192,D128,bf16")
+        for late in (False, True)
+    ]
+    for (text, one), counts in zip(jobs, compile_apart(version, jobs, tmp_path, ORDER), strict=True):
+        assert len(counts) >= one.groups, (text, counts)
+        assert all(count >= 64 if one.late else count < 8 for count in counts), (text, one.late, counts)
