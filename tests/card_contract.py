@@ -25,6 +25,7 @@ from attnscope.implementation import Implementation, Output, Prepared, SheetImpl
 from attnscope.inputs import Inputs, make_inputs
 from attnscope.judging import judge
 from attnscope.records import CheckResult, TensorCheck
+from attnscope.reference import compute_attention
 from attnscope.strides import own_memory
 from attnscope.units import format_number
 from attnscope.workload import DIRECTIONS, Workload
@@ -175,6 +176,39 @@ def differing(output: Output, expected: Output) -> list[str]:
     """Names of what is not the same bit by bit."""
     pairs = (("out", output.out, expected.out), ("lse", output.lse, expected.lse))
     return [name for name, got, wanted in pairs if not same_bits(got, wanted)]
+
+
+def gives_bit_for_bit(prepared: Prepared, expecting: Prepared, workload: Workload, device: Device) -> None:
+    """What ``expecting`` gives, each of thirty times, and right. Raises AssertionError."""
+    for kind in ("plain", "needles"):
+        inputs = make_inputs(workload, device, 7, kind)
+        truth, expected = compute_attention(inputs, backward=False), expecting.forward(inputs)
+        assert ((expected.out.double() - truth.out).abs() / (truth.scales["out"] + 1e-4)).max().item() < 1e-2
+        for _ in range(30):
+            assert differing(prepared.forward(inputs), expected) == []
+
+
+def same_on_streams_and_in_a_graph(prepared: Prepared, workload: Workload, device: Device) -> None:
+    """Two calls that overlap on streams of their own, and two that one graph replays. Raises AssertionError."""
+    own = [make_inputs(workload, device, seed) for seed in range(2)]
+    expected = [prepared.forward(inputs) for inputs in own]
+    streams = [torch.cuda.Stream() for _ in own]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for inputs, stream in zip(own, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(prepared.forward(inputs))
+        torch.cuda.synchronize()
+        assert all(differing(output, one) == [] for output, one in zip(found, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [prepared.forward(inputs) for inputs in own]
+    for output in captured:
+        output.out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(differing(output, one) == [] for output, one in zip(captured, expected, strict=True))
 
 
 # --- spoilt copies: the tests' own test -------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_probes_compile_for_the_card(version: str, tmp_path: Path) -> None:
     assert "cvt.f32.f16" in found["widened_fp16"] and found["hidden"].count("selp.f32") == 64
 
 
-SASS = """
+DISASSEMBLED = """
 import json, re, subprocess, sys, tempfile
 from pathlib import Path
 import triton
@@ -125,9 +125,21 @@ for text, values in json.load(sys.stdin):
         file.write(machine.cubin)
         file.flush()
         said = subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
+"""
+SELECTS = (
+    DISASSEMBLED
+    + """
     patterns = r" R2P ", r" FSEL R.*-INF", r" LOP3\\.LUT R.*0xffff0000"
     print(json.dumps([len(re.findall(pattern, said)) for pattern in patterns]), flush=True)
 """
+)
+ORDER = (
+    DISASSEMBLED
+    + """
+    between = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", said, re.DOTALL)
+    print(json.dumps([part.count("MUFU.EX2") for part in between]), flush=True)
+"""
+)
 
 
 @pytest.mark.long
@@ -137,30 +149,11 @@ def test_the_compiler_makes_of_them_what_they_were_written_for(version: str, tmp
     """A select a score and eight predicates at a time; a mask by which each second bf16 is one instruction."""
     texts = ["B1,H2,L2048,D64,bf16,mask=bool:1x1xLxS", "B1,H2,L2048,D64,bf16,bias=bf16:1xHxLxS"]
     jobs = [(text, choose(Workload.parse(text))) for text in texts]
-    masked, biased = compile_apart(version, jobs, tmp_path, SASS)
+    masked, biased = compile_apart(version, jobs, tmp_path, SELECTS)
     tiles = 2 * jobs[0][1].groups  # the code of the first tile and of the others, for each group; 64 scores a thread
     assert 0 <= masked[1] - 64 * tiles <= 4 * jobs[0][1].groups  # beside them, an lse may be -inf
     assert masked[0] >= 64 // 8 * tiles
     assert biased[2] == 64 // 2 * tiles
-
-
-ORDER = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from attnscope.implementations.hopper import Plan, configurations
-from attnscope.workload import Workload
-
-tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-for text, values in json.load(sys.stdin):
-    machine = Plan(Workload.parse(text), configurations.Configuration.from_dict(values)).compile()
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(machine.cubin)
-        file.flush()
-        said = subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
-    between = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", said, re.DOTALL)
-    print(json.dumps([part.count("MUFU.EX2") for part in between]), flush=True)
-"""
 
 
 @pytest.mark.long

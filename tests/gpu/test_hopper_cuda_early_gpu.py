@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 from attnscope.device import Device
 from attnscope.implementations.hopper_cuda import HopperCuda
 from attnscope.implementations.hopper_cuda.configurations import Configuration
-from attnscope.inputs import make_inputs
-from attnscope.reference import compute_attention
 from attnscope.workload import Workload
+from card_contract import gives_bit_for_bit, same_on_streams_and_in_a_graph
 
 pytestmark = pytest.mark.gpu
 
@@ -55,35 +53,10 @@ def test_early_scores_change_nothing(text: str, configuration: Configuration, gp
         HopperCuda().prepare_as(workload, gpu, dataclasses.replace(configuration, early=early))
         for early in (False, True)
     )
-    for kind in ("plain", "needles"):
-        inputs = make_inputs(workload, gpu, 7, kind)
-        truth, expected = compute_attention(inputs, backward=False), late.forward(inputs)
-        assert ((expected.out.double() - truth.out).abs() / (truth.scales["out"] + 1e-4)).max().item() < 1e-2
-        for _ in range(30):
-            output = early.forward(inputs)
-            assert torch.equal(output.out, expected.out) and torch.equal(output.lse, expected.lse)
+    gives_bit_for_bit(early, late, workload, gpu)
 
 
 def test_early_scores_on_two_streams_and_in_a_graph(gpu: Device) -> None:
     text, configuration = CASES[0]
     workload = Workload.parse(text)
-    prepared = HopperCuda().prepare_as(workload, gpu, configuration)
-    own = [make_inputs(workload, gpu, seed) for seed in range(2)]
-    expected = [prepared.forward(inputs).out for inputs in own]
-    streams = [torch.cuda.Stream() for _ in own]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        found = []
-        for inputs, stream in zip(own, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(prepared.forward(inputs).out)
-        torch.cuda.synchronize()
-        assert all(torch.equal(out, one) for out, one in zip(found, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [prepared.forward(inputs).out for inputs in own]
-    for out in captured:
-        out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(out, one) for out, one in zip(captured, expected, strict=True))
+    same_on_streams_and_in_a_graph(HopperCuda().prepare_as(workload, gpu, configuration), workload, gpu)
