@@ -46,10 +46,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("attnscope needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[torch,report,dev]'
-	@# on every core, where pip would take one, and only the large part of what torch imports: the rest may wait until
-	@# it is asked for, and most of it never is
+	@# on every core, where pip would take one, and only what each process imports, the command line's packages and the
+	@# large part of torch: the rest may wait until it is asked for, and most of it never is
 	$(BIN)/python -m compileall -q -j 0 -x '/tests/|/testing/_internal/' \
-		$(foreach package,torch sympy numpy,$(VENV)/lib/python3*/site-packages/$(package)) >/dev/null 2>&1 || true
+		$(foreach package,torch sympy numpy typer rich,$(VENV)/lib/python3*/site-packages/$(package)) >/dev/null 2>&1 || true
 	touch $@
 
 clean:

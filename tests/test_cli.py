@@ -56,8 +56,9 @@ def here(tmp_path, monkeypatch, capfd, forked_workers):
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.serial
 def test_help_is_quick():
-    """By processor time, which other processes on this machine do not stretch."""
+    """By processor time, which others stretch only where they share a core's caches and units: so alone."""
     times = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
