@@ -1,9 +1,8 @@
 """What Nsight Compute counts in one call of an implementation beside its rivals': which unit is busy, at which clock.
 
 ``python benchmarks/counters.py --record OUT.json`` runs on a card whose driver lets a user count, and has ``ncu``:
-each of ``CASES`` in a process of its own, one call after two that warm it, clocks left alone. Without ``--record`` it
-rewrites the block ``counters`` of docs/concepts/hopper.md from ``benchmarks/results/counters-*.json``; with ``--check``
-it writes nothing and ends with 1 where that is out of date.
+each of ``CASES`` in a process of its own, one call after two that warm it, clocks left alone. The block ``counters`` of
+figures.py is written from ``benchmarks/results/counters-*.json``.
 
 Beside them stands what a kernel that only reads gets of the read bandwidth in one call, of as many bytes as the keys
 and values of decoding: what start and end cost there, whoever reads.
@@ -27,6 +26,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from guide_blocks import table as markdown_table
+
 from attnscope.device import Device, find_device, read_environment
 from attnscope.errors import AttnscopeError, PrepareFailed, RecordError
 from attnscope.limits import READ_BYTES, read_ways
@@ -34,9 +35,6 @@ from attnscope.timers import make_timer
 from attnscope.units import DTYPE_BYTES, MISSING, format_us, median
 from attnscope.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = Path("docs/concepts/hopper.md")
-BLOCK = re.compile(r"(<!-- generated: counters -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
 FORMAT = 1
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "SchedulerStats", "LaunchStats")
 CASES = {  # workload -> who is looked at
@@ -190,40 +188,31 @@ def value(metrics: dict[str, float], column: str) -> float | None:
     return None
 
 
+def block(folder: Path) -> str | None:
+    """The Markdown of the newest record in a folder; None where there is none. Raises RecordError."""
+    records = sorted(folder.glob("counters-*.json"))
+    return table(read_record(records[-1])) if records else None
+
+
 def table(found: dict[str, Any]) -> str:
-    """The block: of each call the kernel that took most cycles."""
-    head = ["workload", "implementation", *COLUMNS]
-    lines = [f"| {' | '.join(head)} |", "| --- | --- |" + " ---: |" * len(COLUMNS)]
+    """Of each call the kernel that took most cycles."""
+    rows = []
     for row in found["rows"]:
         metrics = max((kernel["metrics"] for kernel in row["kernels"]), key=_cycles)
         cells = [MISSING if (v := value(metrics, column)) is None else f"{v:.0f}" for column in COLUMNS]
-        lines.append(f"| `{row['workload']}` | `{row['implementation']}` | {' | '.join(cells)} |")
+        rows.append([f"`{row['workload']}`", f"`{row['implementation']}`", *cells])
     versions = ", ".join(f"{name} {version}" for name, version in sorted(found["environment"]["packages"].items()))
     origin = f"{found['device']}; Nsight Compute {found['ncu'].removeprefix('Version ')}; {versions}."
     reads = [
         f"{r['bytes'] / 1e6:.0f} MB in {format_us(r['us'])}, {r['share']:.2f} of the bandwidth" for r in found["reads"]
     ]
     alone = [f"One call that only reads, alone: {'; '.join(reads)}."] if reads else []
-    return "\n".join([*lines, "", *alone, origin])
+    head = ["workload", "implementation", *COLUMNS]
+    return "\n".join([markdown_table(head, rows, left=2), "", *alone, origin])
 
 
 def _cycles(metrics: dict[str, float]) -> float:
     return metrics.get("sm__cycles_elapsed.max", metrics.get("gpu__time_duration.sum", 0.0))
-
-
-def update(root: Path, *, check: bool) -> list[str]:
-    """The pages that are not what the newest record says; written unless ``check``."""
-    records = sorted((root / "benchmarks" / "results").glob("counters-*.json"))
-    if not records:
-        return []
-    made, page = table(read_record(records[-1])), root / PAGE
-    old = page.read_text()
-    new = BLOCK.sub(lambda match: f"{match[1]}{made}\n{match[3]}", old)
-    if new == old:
-        return []
-    if not check:
-        page.write_text(new)
-    return [PAGE.as_posix()]
 
 
 def parse_cases(spelled: Iterable[str]) -> dict[str, Sequence[str]]:
@@ -231,28 +220,23 @@ def parse_cases(spelled: Iterable[str]) -> dict[str, Sequence[str]]:
     return {case.rsplit("=", 1)[0]: case.rsplit("=", 1)[1].split("+") for case in spelled} or dict(CASES)
 
 
-def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Exit status: 0 done or up to date, 1 with ``--check`` where a page is not, 2 for what cannot be done."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 for what cannot be done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
-    parser.add_argument("--record", metavar="OUT", type=Path, help="count on this machine's card")
-    parser.add_argument("--call", nargs=2, metavar=("WORKLOAD", "NAME"), help=argparse.SUPPRESS)
-    parser.add_argument("cases", nargs="*", metavar="WORKLOAD=NAME+NAME", help="instead of all cases, with --record")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--record", metavar="OUT", type=Path, help="count on this machine's card")
+    what.add_argument("--call", nargs=2, metavar=("WORKLOAD", "NAME"), help=argparse.SUPPRESS)
+    parser.add_argument("cases", nargs="*", metavar="WORKLOAD=NAME+NAME", help="instead of all cases")
     parsed = parser.parse_args(arguments)
     try:
         if parsed.call:
             call_once(*parsed.call)
-            return 0
-        if parsed.record:
+        else:
             parsed.record.write_text(json.dumps(record(parse_cases(parsed.cases)), indent=1) + "\n")
-            return 0
-        stale = update(root, check=parsed.check)
     except AttnscopeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name in stale:
-        print(f"{name} is out of date, run python benchmarks/counters.py" if parsed.check else f"wrote {name}")
-    return 1 if parsed.check and stale else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ Tables stand between ``<!-- generated: NAME -->`` and ``<!-- end generated -->``
 * ``findings SUITE``: what the explanations found; ``limits`` and ``environment``: of the newest GPU run;
 * ``terminal SUITE``: what ``attnscope compare SUITE`` printed, ``terminal SUITE head`` without its notes;
 * ``rivals SUITE IMPLEMENTATION DIRECTION [head]``, ``twins IMPLEMENTATION DIRECTION``: rival_figures.py;
+* ``counters``: what Nsight Compute counted, from counters-*.json: counters.py;
 * one of guide_blocks.py, about the article's workload.
 
-Blocks of another command (``counters``: counters.py; ``checking``: tests/checking_numbers.py) are left as they are.
+Blocks of another command (``checking``: tests/checking_numbers.py) are left as they are.
 
 ``--check`` writes nothing and exits 1 where a file is not what this would write. Running it twice changes nothing: a
 picture is drawn anew only when the numbers in it, whose digest it carries, have changed.
@@ -35,13 +36,14 @@ from attnscope.suites import SUITES
 from attnscope.units import MISSING, format_ms, format_us, significant
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test loads this file by its path
+import counters
 import guide_blocks
 import rival_figures
 from guide_blocks import Source, cell, origin
 from guide_blocks import table as markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-ELSEWHERE = ("checking", "counters", "ladder", "savings", "trace")  # blocks that other commands write
+ELSEWHERE = ("checking", "ladder", "savings", "trace")  # blocks that other commands write
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
 INK = "#7d8590"  # reads on white and on black: the pictures' ground is transparent
 OURS_COLOR, RIVAL_COLOR, ARTICLE_COLOR = "#d1701f", "#3b78b5", "#b8bec6"
@@ -112,10 +114,13 @@ def make_block(name: str, runs: Sequence[Run], article: dict[str, Any], root: Pa
         return rival_figures.rivals(runs, *arguments[:3], head=len(arguments) == 4)
     if kind == "twins" and len(arguments) == 2:
         return rival_figures.twins(runs, *arguments)
+    if kind == "counters" and not arguments:
+        return counters.block(root / "benchmarks" / "results")
     if kind in guide_blocks.BLOCKS:
         return guide_blocks.make(kind, arguments, make_source(runs, article["workload"], article, root))
     known = (
         "article", "times SUITE DIRECTION", "findings SUITE", "limits", "environment", "terminal SUITE [head]",
+        "counters",
         *rival_figures.USAGES, *guide_blocks.USAGES,
     )  # fmt: skip
     raise UsageError(f"a generated block must be one of {', '.join(known)}, got {name!r}")

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import factories
 from attnscope.errors import PrepareFailed, RecordError
 from attnscope.implementation import names
 from attnscope.suites import SUITES
 from attnscope.workload import Workload
+from test_figures import checkout, figures  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import counters
@@ -43,20 +45,22 @@ def test_lines_between_are_left_out_and_numbers_read() -> None:
     assert counters.read_csv("==ERROR== no permission\n") == []
 
 
-def test_the_table_shows_the_kernel_that_took_most_cycles(tmp_path: Path) -> None:
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "results" / "counters-a-card.json").write_text(json.dumps(record_of()))
-    page = tmp_path / counters.PAGE
-    page.parent.mkdir(parents=True)
+def test_the_table_shows_the_kernel_that_took_most_cycles(figures, tmp_path: Path, capsys) -> None:  # noqa: F811
+    root = checkout(tmp_path, factories.blog_run())
+    (root / "benchmarks" / "results" / "counters-a-card.json").write_text(json.dumps(record_of()))
+    page = root / "docs" / "hopper.md"
     page.write_text("before\n<!-- generated: counters -->\nold\n<!-- end generated -->\nafter\n")
-    assert counters.main(["--check"], tmp_path) == 1 and "old" in page.read_text()
-    assert counters.main([], tmp_path) == 0
+    assert figures.main(["--check"], root) == 1 and "old" in page.read_text()
+    assert "docs/hopper.md is out of date" in capsys.readouterr().out
+    assert figures.main([], root) == 0
     text = page.read_text()
     assert "| `B1,H1,L9,D64,bf16` | `ours` | 61 | 60 | – | – | – | 1755 |" in text
     assert "One call that only reads, alone: 134 MB in 36.0 µs, 0.85 of the bandwidth." in text
     assert "a card; Nsight Compute 2025.3; torch 2.11.0." in text
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert counters.main(["--check"], tmp_path) == 0
+    assert figures.main(["--check"], root) == 0
+    (root / "benchmarks" / "results" / "counters-a-card.json").unlink()
+    assert figures.main(["--check"], root) == 0 and page.read_text() == text, "without a record it stays as it is"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}'])
@@ -71,7 +75,7 @@ def test_without_ncu_it_says_so(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(counters.shutil, "which", lambda name: str(tmp_path / "ncu"))
     with pytest.raises(PrepareFailed, match="there is no ncu"):
         counters.record(counters.CASES)
-    assert counters.main(["--record", str(tmp_path / "out.json")], tmp_path) == 2
+    assert counters.main(["--record", str(tmp_path / "out.json")]) == 2
     assert "hint: Nsight Compute" in capsys.readouterr().err and not (tmp_path / "out.json").exists()
 
 

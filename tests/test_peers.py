@@ -16,10 +16,10 @@ import torch
 
 from attnscope.checking import ReferenceCache, check_implementation
 from attnscope.device import Device, find_device
-from attnscope.errors import PrepareFailed
+from attnscope.errors import PrepareFailed, first_line
 from attnscope.implementation import FEATURE_SENTENCES, FEATURES, Implementation, find, module_is_there
 from attnscope.implementations.heads_last import addressable, anchor_reason
-from attnscope.implementations.library import Library, first_line
+from attnscope.implementations.library import Library
 from attnscope.inputs import make_inputs
 from attnscope.workload import DIRECTIONS, Workload
 from test_contract import FEATURE_CASES

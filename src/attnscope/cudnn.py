@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from attnscope.errors import PrepareFailed
+from attnscope.errors import PrepareFailed, first_line
 from attnscope.inputs import torch_dtype
 
 PACKAGE, MODULE = "nvidia-cudnn-frontend", "cudnn"
@@ -126,19 +126,13 @@ def broken_install() -> str | None:
     try:
         load_frontend()
     except PrepareFailed as error:
-        return first_line(error, with_type=False)
+        return str(error).splitlines()[0]
     return None
 
 
 def show_version(number: int) -> str:
     """``91901`` as ``9.19.1``."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-def first_line(error: BaseException, *, with_type: bool = True) -> str:
-    """The first line of what an exception says, behind its type."""
-    said = str(error).strip().partition("\n")[0].strip()
-    return f"{type(error).__name__}: {said}".rstrip(": ") if with_type else said
 
 
 def sentence_of(error: BaseException) -> str:

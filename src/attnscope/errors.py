@@ -80,3 +80,9 @@ class RecordError(AttnscopeError):
     """A record breaks its own rules, or a records file cannot be read."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """``ImportError: libcudart.so.12: cannot open shared object file``: the class and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from attnscope.device import Device
-from attnscope.errors import PrepareFailed
+from attnscope.errors import PrepareFailed, first_line
 from attnscope.implementation import Implementation, Prepared
 from attnscope.inputs import make_inputs
 from attnscope.workload import Workload
@@ -86,12 +86,6 @@ def root_cause(error: BaseException) -> BaseException:
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error
-
-
-def first_line(error: BaseException) -> str:
-    """``ImportError: libcudart.so.12: cannot open shared object file``: the class and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnscope.device import Device
-from attnscope.errors import PrepareFailed
+from attnscope.errors import PrepareFailed, first_line
 from attnscope.implementation import Sheet, SheetImplementation, module_is_there
 from attnscope.implementations.common import PerInputs, both_visible, may_hide_whole_rows
 from attnscope.implementations.heads_last import Packing, PreparedHeadsLast, needs_packing, shape_reasons
-from attnscope.implementations.library import Library, first_line, root_cause
+from attnscope.implementations.library import Library, root_cause
 from attnscope.inputs import Inputs, Tensor, torch_dtype, visible_by_geometry
 from attnscope.workload import Workload
 

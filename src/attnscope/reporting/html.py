@@ -20,7 +20,7 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from attnscope.errors import AttnscopeError
+from attnscope.errors import AttnscopeError, first_line
 from attnscope.records import Finding, Profile, Result, Run
 from attnscope.reporting import charts, facts, words
 from attnscope.units import MISSING, format_us, significant
@@ -92,9 +92,7 @@ def plotly_script() -> str:
         from plotly.offline import get_plotlyjs
     except Exception as error:  # a broken install raises all kinds
         absent = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("plotly")
-        cause = (
-            "is not installed" if absent else f"does not import here: {type(error).__name__}: {error}".splitlines()[0]
-        )
+        cause = "is not installed" if absent else f"does not import here: {first_line(error)}"
         raise AttnscopeError(
             f"the HTML report draws its charts with plotly, which {cause}\n"
             "hint: pip install 'attnscope[report]', or make the page elsewhere: attnscope report run.jsonl"
