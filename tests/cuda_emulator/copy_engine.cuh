@@ -146,5 +146,15 @@ template <int Threads> inline void meet_at(int id) {
   emulator_wait_until([&meeting, generation] { return meeting.generation != generation; });
 }
 
+template <int Threads> inline bool any_of(int id, bool x) {
+  static bool any[8][16][2];
+  auto& meeting = emulator_meetings[emulator_rank][id];
+  bool& found = any[emulator_rank][id][meeting.generation % 2];
+  if (!meeting.came) found = false;
+  found = found || x;
+  meet_at<Threads>(id);
+  return found;
+}
+
 template <int Registers> inline void shrink_to() { static_assert(Registers % 8 == 0 && Registers >= 24, "setmaxnreg"); }
 template <int Registers> inline void grow_to() { static_assert(Registers % 8 == 0 && Registers <= 256, "setmaxnreg"); }

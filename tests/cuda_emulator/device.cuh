@@ -65,3 +65,9 @@ inline float warp_max(float x) {
 BLOCK_REDUCTIONS
 inline float4 load_streaming(const float4* p) { return *p; }
 inline void store_streaming(float4* p, float4 x) { *p = x; }
+
+inline unsigned atomicOr(unsigned* place, unsigned bits) {
+  unsigned before = *place;
+  *place |= bits;
+  return before;
+}

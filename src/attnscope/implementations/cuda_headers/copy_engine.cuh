@@ -77,6 +77,14 @@ template <int Threads> __device__ __forceinline__ void pass(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 
+// Whether x holds for any of Threads threads, which all meet at barrier `id`.
+template <int Threads> __device__ __forceinline__ bool any_of(int id, bool x) {
+  int any;
+  asm volatile("{.reg .pred x, any; setp.ne.s32 x, %1, 0; barrier.cta.red.or.pred any, %2, %3, x; selp.s32 %0, 1, 0, any;}"
+               : "=r"(any) : "r"((int)x), "r"(id), "n"(Threads) : "memory");
+  return any;
+}
+
 // All threads of a warpgroup: from here on each has so many registers.
 template <int Registers> __device__ __forceinline__ void shrink_to() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));

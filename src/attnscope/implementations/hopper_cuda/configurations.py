@@ -16,6 +16,7 @@ from attnscope.workload import Workload
 SHARED_LIMIT_BYTES = 227 * 1024
 ALIGNMENT_BYTES = 1024  # of a swizzled tile
 BARRIER_BYTES = 8
+DOUBT_BYTES = 48  # where tiles of rows are marked that are computed again
 GROUP_ROWS = 64  # rows of a warpgroup's product
 PANEL_COLUMNS = 64  # 16-bit numbers of a row of 128 bytes, the widest that the hardware swizzles
 MULTIPROCESSORS = 132  # where the device does not say
@@ -46,6 +47,8 @@ class Configuration(Settings, owner="hopper_cuda"):
     ``split``: where rows see all keys and the last round would leave blocks idle, its tiles' keys are dealt to all.
     ``early``: a tile's first scores are computed beside the last values of the tile before.
     ``alternate``: groups change places every tile of rows, since under a causal mask the last rows have more to do.
+    ``fixed_max``: tiles of keys without a mask are computed with the maximum of those before; tiles of rows whose sums
+    then left the range of numbers are computed again, by online softmax.
     """
 
     groups: int
@@ -61,6 +64,7 @@ class Configuration(Settings, owner="hopper_cuda"):
     split: bool = False
     early: bool = False
     alternate: bool = False
+    fixed_max: bool = False
 
     @property
     def rows(self) -> int:
@@ -85,7 +89,8 @@ class Configuration(Settings, owner="hopper_cuda"):
         panels, value_panels = ceil_div(head_dim, PANEL_COLUMNS), ceil_div(value_dim, PANEL_COLUMNS)
         rows = self.query_slots * self.rows * panels + self.stages * self.keys * (panels + value_panels)
         barriers = 2 * self.query_slots + 4 * self.stages
-        return ALIGNMENT_BYTES + rows * PANEL_COLUMNS * 2 + barriers * BARRIER_BYTES
+        doubts = DOUBT_BYTES if self.fixed_max else 0
+        return ALIGNMENT_BYTES + rows * PANEL_COLUMNS * 2 + barriers * BARRIER_BYTES + doubts
 
     def result_registers(self, value_dim: int) -> int:
         """Registers a thread for sums, scores and the weights of the tile before, which live at once."""
@@ -132,6 +137,11 @@ class Configuration(Settings, owner="hopper_cuda"):
         """Whether groups change places every tile of rows: only where the last rows see more keys."""
         return self.alternate and self.groups > 1 and workload.causal is not None
 
+    def keeps_maxima(self, workload: Workload) -> bool:
+        """Whether tiles without a mask are computed with an earlier maximum: blocks of a cluster would have to agree on
+        what is computed again, and first scores that begin early come before the end of the tile before is known."""
+        return self.fixed_max and self.cluster == 1 and not self.starts_early(workload)
+
     def by_table(self, workload: Workload, multiprocessors: int) -> bool:
         """Whether a table says which cluster computes which tile: not where each has one tile at most."""
         helps = self.clusters(workload, multiprocessors) < self.tiles(workload) <= MAX_TABLE_TILES
@@ -148,7 +158,7 @@ class Configuration(Settings, owner="hopper_cuda"):
             "SNAKE": int(self.snake), "SLACK": self.slack, "TABLE": int(self.by_table(workload, multiprocessors)),
             "QUERY_SLOTS": self.query_slots, "CLUSTER": self.cluster, "CLUSTER_HEADS": self.cluster_heads(workload),
             "SPLIT": int(self.splits(workload, multiprocessors)), "EARLY": int(self.starts_early(workload)),
-            "ALTERNATE": int(self.alternates(workload)),
+            "ALTERNATE": int(self.alternates(workload)), "FIXED_MAX": int(self.keeps_maxima(workload)),
             "DIAGONAL": int(has_upper_bound(workload)), "WINDOW": int(workload.window is not None),
         }  # fmt: skip
 

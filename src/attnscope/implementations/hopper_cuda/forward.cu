@@ -27,6 +27,8 @@
 //   EARLY      (no WINDOW, no SPLIT, each row sees a key) the next tile's first scores are computed beside this one's last
 //              values
 //   SLACK      sums are brought to a new maximum only where it rose by more than so many powers of two (0: always)
+//   FIXED_MAX  (no EARLY, CLUSTER 1) a tile without a mask is computed with the maximum as it is; where sums then left the
+//              range of numbers, the block computes those tiles of rows again after all others, by online softmax
 // scale2 = scale * log2(e) > 0. Strides of out count elements, are 64-bit and multiples of 8. lse is (B * H, L). by_X is
 // 2^62 / X, rounded up.
 // Shared: 1024 + (QUERY_SLOTS * QUERIES * PANELS + STAGES * KEYS * (PANELS + VALUE_PANELS)) * 128 bytes, then the barriers.
@@ -46,15 +48,33 @@
 #define SCORE_TILES (KEYS / 8)
 #define DIM_TILES (VALUE_DIM / 8)
 #define FIRST_TURN 1  // of the block's barriers 0 to 15, the one of group 0
-#define MADE 15       // where groups wait for the barriers in shared memory
+#define FIRST_REVIEW 8  // the one of group 0 where a group agrees on whether its sums are in doubt
+#define MADE 15         // where groups wait for the barriers in shared memory
+#define DOUBTS 256      // turns that are told apart; those beyond share a mark
+#define GREATEST_SUM 1e18f
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTERED
 #endif
 
+// Between this and GREATEST_SUM sums of weights are as exact as any: rounding is relative, but fp16 ends at 6e-8.
+__device__ __forceinline__ float least_sum(bf16) { return 1e-18f; }
+__device__ __forceinline__ float least_sum(fp16) { return 0.5f; }
+
 struct Barriers {
   Barrier q_full[QUERY_SLOTS], q_empty[QUERY_SLOTS], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+#if FIXED_MAX
+  Barrier all_computed;
+  volatile unsigned any_doubt;
+  unsigned doubts[DOUBTS / 32];  // turns that some group wants to do again
+
+  __device__ __forceinline__ void doubt(int turn) {
+    atomicOr(&doubts[turn / 32 % (DOUBTS / 32)], 1u << turn % 32);
+    any_doubt = 1;
+  }
+  __device__ __forceinline__ bool doubtful(int turn) const { return doubts[turn / 32 % (DOUBTS / 32)] >> turn % 32 & 1; }
+#endif
 };
 
 // Place in a ring of buffers, and the parity of the round.
@@ -72,14 +92,18 @@ struct Shape {
   u64 by_H, by_group, by_row_tiles, by_section, by_section_tiles;
 };
 
+// What is the same for a warp, so that the compiler knows it, too.
+__device__ __forceinline__ bool alike(bool x) { return __all_sync(FULL_WARP, x); }
+
 // n / X of a number below 2^30, as large as X may be: a division would take a hundred cycles, before anything is copied.
 __device__ __forceinline__ int divide(int n, u64 by_x) { return (int)__umul64hi((u64)((unsigned)n * 4), by_x); }
 
 // A tile of rows, and the tiles of keys, begin .. end - 1, that any row of the cluster sees. backwards: the first group
 // has the last rows.
 struct Work {
-  int batch, head, first, begin, end;
+  int head, first, begin, end;  // head: of all batch entries
   bool backwards;
+  __device__ __forceinline__ int batch(const Shape& shape) const { return divide(head, shape.by_H); }
 };
 
 __device__ __forceinline__ int tiles_of(int keys) { return (keys + KEYS - 1) / KEYS; }
@@ -101,6 +125,11 @@ struct Turns {
     }
   }
   __device__ __forceinline__ bool take(Work& work, const Shape& shape);
+  // With FIXED_MAX: what is in doubt, after all tiles.
+  __device__ __forceinline__ void start_again(const Shape& shape) {
+    turn = 0;
+    look_ahead(shape);
+  }
 };
 
 __device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
@@ -120,9 +149,7 @@ __device__ __forceinline__ bool Turns::take(Work& work, const Shape& shape) {
     head = section * shape.section + inside - from_last * heads;
     row_tile = shape.row_tiles - 1 - from_last;
   }
-  head = head * CLUSTER_HEADS + blockIdx.x % CLUSTER_HEADS;
-  work.batch = divide(head, shape.by_H);
-  work.head = head - work.batch * shape.H;
+  work.head = head * CLUSTER_HEADS + blockIdx.x % CLUSTER_HEADS;
   int first = row_tile * CLUSTER_TILES * QUERIES;
   work.first = first + (blockIdx.x + turn) % CLUSTER_TILES * QUERIES;
   int high = DIAGONAL ? min(shape.S, min(first + CLUSTER_TILES * QUERIES, shape.L) - 1 + shape.reach) : shape.S;
@@ -163,26 +190,26 @@ struct Copies {
                                 tile * KEYS, head, batch);
     value_ring.next();
   }
-  __device__ __forceinline__ void fill_queries(const Work& work) {
+  __device__ __forceinline__ void fill_queries(const Work& work, int head, int batch) {
     wait_for(&barriers->q_empty[query_ring.stage], query_ring.phase ^ 1);
     fill<1, PANELS>(queries + query_ring.stage * QUERY_BYTES, *q, &barriers->q_full[query_ring.stage], QUERIES, work.first,
-                    work.head, work.batch);
+                    head, batch);
     query_ring.next();
   }
   // A second slot for queries is free long before this tile's first keys can be copied, an only one is free after them.
   // Values are needed a tile later than keys, so they are asked for a tile later.
-  __device__ __forceinline__ void serve(const Work& work, u64 by_group) {
+  __device__ __forceinline__ void serve(const Work& work, const Shape& shape) {
     if (work.begin >= work.end) return;
-    int head = divide(work.head, by_group);
-    if (QUERY_SLOTS > 1) fill_queries(work);
-    fill_keys(work.end - 1, head, work.batch);
-    if (QUERY_SLOTS == 1) fill_queries(work);
+    int batch = work.batch(shape), query_head = work.head - batch * shape.H, head = divide(query_head, shape.by_group);
+    if (QUERY_SLOTS > 1) fill_queries(work, query_head, batch);
+    fill_keys(work.end - 1, head, batch);
+    if (QUERY_SLOTS == 1) fill_queries(work, query_head, batch);
 #pragma unroll 1
     for (int tile = work.end - 2; tile >= work.begin; tile--) {
-      fill_keys(tile, head, work.batch);
-      fill_values(tile + 1, head, work.batch);
+      fill_keys(tile, head, batch);
+      fill_values(tile + 1, head, batch);
     }
-    fill_values(work.begin, head, work.batch);
+    fill_values(work.begin, head, batch);
   }
   // Until no other block will arrive at this one's barriers: before, this one may not leave.
   __device__ __forceinline__ void see_all_released() {
@@ -218,17 +245,20 @@ __device__ __forceinline__ void mask_tile(float (*s)[4], const Rows& rows, int k
   }
 }
 
-// Online softmax of one tile: s becomes weights.
-template <bool First, bool Masked> __device__ __forceinline__ void softmax_tile(float (*s)[4], Rows& rows, float scale2) {
+// Online softmax of one tile: s becomes weights; with the maximum as it is where that is `Fixed`.
+template <bool First, bool Masked, bool Fixed>
+__device__ __forceinline__ void softmax_tile(float (*s)[4], Rows& rows, float scale2) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float top = First ? fmaxf(s[0][2 * r], s[0][2 * r + 1]) : rows.top[r];
+    if (!Fixed) {
 #pragma unroll
-    for (int n = First; n < SCORE_TILES; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-    top = quad_max(top);
+      for (int n = First; n < SCORE_TILES; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+      top = quad_max(top);
+    }
     if (SLACK && !First && (top - rows.top[r]) * scale2 <= (float)SLACK) top = rows.top[r];
     float shift = Masked && top == negative_infinity() ? 0.0f : top * scale2;  // a row may have seen no key yet
-    rows.rescale[r] = First ? 0.0f : exp2_fast(rows.top[r] * scale2 - shift);
+    rows.rescale[r] = First ? 0.0f : Fixed ? 1.0f : exp2_fast(rows.top[r] * scale2 - shift);
     rows.top[r] = top;
     float even = 0.0f, odd = 0.0f;  // two sums: one would be a chain of additions longer than the exponentials take
 #pragma unroll
@@ -242,8 +272,14 @@ template <bool First, bool Masked> __device__ __forceinline__ void softmax_tile(
   }
 }
 
-// What is the same for a warp, so that the compiler knows it, too.
-__device__ __forceinline__ bool alike(bool x) { return __all_sync(FULL_WARP, x); }
+struct Results {
+  T16* out;
+  float* lse;
+  i64 batch_stride, head_stride, row_stride;
+  float scale;
+  float* parts;
+  float2* part_rows;
+};
 
 // What a warpgroup holds of its 64 rows.
 struct Group {
@@ -256,6 +292,7 @@ struct Group {
   u64 query_operand, key_operand, value_operand;
   float scale2;
   int index, place;  // of the group in its block, and of its rows where groups ALTERNATE
+  bool online = false;  // with FIXED_MAX: each tile's maximum counts after all
 
   __device__ __forceinline__ void release(Barrier* empty) const {
     if (threadIdx.x % 32 == 0) arrive(empty);  // each warp for itself: products of another may still be reading
@@ -314,7 +351,7 @@ struct Group {
   }
 
   // A tile of keys; `last`: no tile after this one needs the queries.
-  template <bool First, bool Masked> __device__ __forceinline__ void attend(int tile, bool last) {
+  template <bool First, bool Masked, bool Fixed = false> __device__ __forceinline__ void attend(int tile, bool last) {
     if (!EARLY || !First) {
       wait_for(&barriers->k_full[keys.stage], keys.phase);
       take_turn();
@@ -331,11 +368,11 @@ struct Group {
     keys.next();
     if (last) release(&barriers->q_empty[queries.stage]);
     if (Masked) mask_tile(s, rows, tile * KEYS);
-    softmax_tile<First, Masked>(s, rows, scale2);
+    softmax_tile<First, Masked, Fixed>(s, rows, scale2);
     if (!First) {
       compute_before_waiting(rows.sum[0] + rows.sum[1], barriers);
       end_values();
-      rescale_sums();
+      if (!Fixed) rescale_sums();
     }
 #pragma unroll
     for (int step = 0; step < KEYS / 16; step++) results_to_a<T16>(weights[step], s, step);
@@ -374,8 +411,35 @@ struct Group {
     for (int n = 0; n < DIM_TILES; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
   }
 
+  // From here on they stay, also of a row that saw no key yet.
+  __device__ __forceinline__ void keep_maxima() {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      if (rows.top[r] == negative_infinity()) rows.top[r] = 0.0f;
+  }
+  // Whether sums left the range where they are exact, in any of the group's rows. Then the group goes on online: what the
+  // data did once it does again. `total`: of weights.
+  __device__ __forceinline__ bool in_doubt(const float* total, int row, const Shape& shape) {
+    if (!FIXED_MAX || online) return false;
+    float zero = 0.0f;
+#pragma unroll
+    for (int n = 0; n < DIM_TILES; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) zero = fmaf(acc[n][e], 0.0f, zero);
+    }
+    bool fine = zero == 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int at = row + 8 * r, low = WINDOW ? max(at + shape.lag, 0) : 0;
+      bool sees = at < shape.L && low < (DIAGONAL ? min(at + shape.reach, shape.S) : shape.S);
+      fine = fine && (!sees || (total[r] >= least_sum(T16()) && total[r] <= GREATEST_SUM));
+    }
+    online = alike(any_of<128>(FIRST_REVIEW + index, !fine));
+    return online;
+  }
+
   // A tile of rows; where EARLY, without what comes before its first scores and after its last ones.
-  __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
+  template <bool Again> __device__ __forceinline__ void walk(const Work& work, const Shape& shape) {
     int first = first_row(work);
     place = place_in(work);
     begin_rows(first, shape);
@@ -392,15 +456,19 @@ struct Group {
 #pragma unroll 1
         for (; tile >= begin; tile--) {
           bool all_seen = (!DIAGONAL || (tile + 1) * KEYS <= first + shape.reach) && tile * KEYS >= first + 63 + shape.lag;
-          if (all_seen) attend<false, false>(tile, tile == begin);
-          else attend<false, true>(tile, tile == begin);
+          if (!Again && all_seen && !online) {
+            if (FIXED_MAX) keep_maxima();
+            attend<false, false, FIXED_MAX>(tile, tile == begin);
+          } else attend<false, true>(tile, tile == begin);
         }
       } else {
-        if (DIAGONAL)
+        if (DIAGONAL || FIXED_MAX)
 #pragma unroll 1
-          for (; tile >= begin && (tile + 1) * KEYS > first + shape.reach; tile--) attend<false, true>(tile, tile == begin);
+          for (; tile >= begin && (Again || online || (DIAGONAL && (tile + 1) * KEYS > first + shape.reach)); tile--)
+            attend<false, true>(tile, tile == begin);
+        if (FIXED_MAX && !Again) keep_maxima();
 #pragma unroll 1
-        for (; tile >= begin; tile--) attend<false, false>(tile, tile == begin);
+        for (; !Again && tile >= begin; tile--) attend<false, false, FIXED_MAX>(tile, tile == begin);
       }
       if (!EARLY) {
         await_values();
@@ -426,7 +494,7 @@ struct Group {
       for (int tile = work.end - 1; tile >= end; tile--) skip();
       if (any) compute_first(false);
     }
-    if (any) walk(work, shape);
+    if (any) walk<false>(work, shape);
     else release(&barriers->q_empty[queries.stage]);
     queries.next();
     bool more = turns.take(next, shape);
@@ -457,6 +525,46 @@ struct Group {
     if (beside) end_values();
     else wait_for_products<0>();
     settle<SCORE_TILES>(s);
+  }
+
+  // A tile of rows, but for what finish does.
+  template <bool Again> __device__ __forceinline__ void compute(Turns& turns, const Work& work, const Shape& shape) {
+    if (work.begin < work.end) wait_for(&barriers->q_full[queries.stage], queries.phase);
+    walk<Again>(work, shape);
+    if (work.begin < work.end) queries.next();
+    turns.look_ahead(shape);  // here, where registers are free and there is the result to store meanwhile
+  }
+  // Its results; with FIXED_MAX, unless this is done `Again`, marks it where it is in doubt.
+  template <bool Again>
+  __device__ __forceinline__ void finish(const Turns& turns, const Work& work, const Shape& shape, const Results& results) {
+    int row = first_row(work) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    // In `parts`: of a piece, what the cluster's blocks have, heads one after the other, or tiles of rows.
+    int piece = (turns.turn - 1 - shape.whole_turns) * turns.clusters() + turns.cluster();
+    int in_cluster = CLUSTER_HEADS > 1 ? blockIdx.x % CLUSTER : work.first / QUERIES % CLUSTER;
+    int part_row = (piece * CLUSTER + in_cluster) * QUERIES + row - work.first;
+    bool part = SPLIT && alike(turns.turn > shape.whole_turns);  // now the compiler knows, too
+    float total[2], factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      total[r] = quad_sum(rows.sum[r]);
+      factor[r] = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
+      if (threadIdx.x % 4 == 0 && row + 8 * r < shape.L) {
+        if (part) results.part_rows[part_row + 8 * r] = make_float2(rows.top[r], total[r]);
+        else
+          results.lse[(i64)work.head * shape.L + row + 8 * r] =
+              total[r] > 0.0f ? rows.top[r] * results.scale + __logf(total[r]) : negative_infinity();
+      }
+    }
+#if FIXED_MAX
+    if (!Again && in_doubt(total, row, shape) && threadIdx.x % 128 == 0) barriers->doubt(turns.turn - 1);
+#endif
+    if (part) {
+      store_part(results.parts + (i64)part_row * VALUE_DIM);
+    } else {
+      int batch = work.batch(shape);
+      T16* out = results.out + batch * results.batch_stride + (work.head - batch * shape.H) * results.head_stride;
+      store(out, results.row_stride, row, shape.L, factor);
+    }
   }
 
   // Sums as they are, this lane's of two rows of `parts`.
@@ -500,6 +608,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
   Barriers* barriers = (Barriers*)(values + STAGES * VALUE_BYTES);
   Shape shape = {heads, H, L, S, row_tiles, section, reach, lag, whole_turns, (u64)by_H, (u64)by_group,
                  (u64)by_row_tiles, (u64)by_section, (u64)by_section_tiles};
+  Results results = {out, lse, ob, oh, ot, scale, parts, part_rows};
   Turns turns = {table};
   turns.look_ahead(shape);
   if (threadIdx.x == 0) {
@@ -516,6 +625,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
       make_barrier(&barriers->k_empty[stage], 4 * GROUPS * CLUSTER);
       make_barrier(&barriers->v_empty[stage], 4 * GROUPS * CLUSTER);
     }
+#if FIXED_MAX
+    make_barrier(&barriers->all_computed, GROUPS);
+    for (int word = 0; word < DOUBTS / 32; word++) barriers->doubts[word] = 0;
+    barriers->any_doubt = 0;
+#endif
     publish_barriers();
   }
   if (CLUSTER > 1) meet_cluster();
@@ -530,8 +644,19 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 #pragma unroll 1
       while (turns.take(work, shape)) {
         turns.look_ahead(shape);
-        copies.serve(work, shape.by_group);
+        copies.serve(work, shape);
       }
+#if FIXED_MAX
+      wait_for(&barriers->all_computed, 0);
+      if (barriers->any_doubt) {
+        turns.start_again(shape);
+#pragma unroll 1
+        while (turns.take(work, shape)) {
+          turns.look_ahead(shape);
+          if (barriers->doubtful(turns.turn - 1)) copies.serve(work, shape);
+        }
+      }
+#endif
       if (CLUSTER > 1) copies.see_all_released();
     }
   } else {
@@ -550,34 +675,25 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     if (more) turns.look_ahead(shape);
 #pragma unroll 1
     while (EARLY ? more : turns.take(work, shape)) {
-      if (EARLY) {
-        more = own.walk_on(turns, work, next, begun, shape);
-      } else {
-        if (work.begin < work.end) wait_for(&barriers->q_full[own.queries.stage], own.queries.phase);
-        own.walk(work, shape);
-        if (work.begin < work.end) own.queries.next();
-        turns.look_ahead(shape);  // here, where registers are free and there is the result to store meanwhile
-      }
-      int row = own.first_row(work) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-      // In `parts`: of a piece, what the cluster's blocks have, heads one after the other, or tiles of rows.
-      int piece = (turns.turn - 1 - whole_turns) * turns.clusters() + turns.cluster();
-      int place = CLUSTER_HEADS > 1 ? blockIdx.x % CLUSTER : work.first / QUERIES % CLUSTER;
-      int part_row = (piece * CLUSTER + place) * QUERIES + row - work.first;
-      bool part = SPLIT && alike(turns.turn > whole_turns);  // now the compiler knows, too
-      float factor[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        float total = quad_sum(own.rows.sum[r]);
-        factor[r] = total > 0.0f ? 1.0f / total : 0.0f;
-        if (threadIdx.x % 4 == 0 && row + 8 * r < L) {
-          if (part) part_rows[part_row + 8 * r] = make_float2(own.rows.top[r], total);
-          else
-            lse[(i64)(work.batch * H + work.head) * L + row + 8 * r] =
-                total > 0.0f ? own.rows.top[r] * scale + __logf(total) : negative_infinity();
+      if (EARLY) more = own.walk_on(turns, work, next, begun, shape);
+      else own.compute<false>(turns, work, shape);
+      own.finish<false>(turns, work, shape, results);
+    }
+#if FIXED_MAX
+    if (threadIdx.x % 128 == 0) arrive(&barriers->all_computed);
+    wait_for(&barriers->all_computed, 0);
+    if (alike(barriers->any_doubt)) {
+      turns.start_again(shape);
+#pragma unroll 1
+      while (turns.take(work, shape)) {
+        if (alike(barriers->doubtful(turns.turn - 1))) {
+          own.compute<true>(turns, work, shape);
+          own.finish<true>(turns, work, shape, results);
+        } else {
+          turns.look_ahead(shape);
         }
       }
-      if (part) own.store_part(parts + (i64)part_row * VALUE_DIM);
-      else own.store(out + work.batch * ob + work.head * oh, ot, row, L, factor);
     }
+#endif
   }
 }
