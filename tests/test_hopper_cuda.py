@@ -23,7 +23,7 @@ from attnscope.workload import Workload
 torch = pytest.importorskip("torch")
 
 import driver_stand_in  # noqa: E402
-from attnscope.inputs import make_inputs  # noqa: E402
+from attnscope.inputs import Inputs, make_inputs  # noqa: E402
 from attnscope.reference import compute_attention  # noqa: E402
 
 HOPPER = Device("cuda", "H100", capability=(9, 0), multiprocessors=132, l2_bytes=50 * 2**20)
@@ -46,11 +46,15 @@ def emulated(monkeypatch):
     return cuda_emulator
 
 
-def check(emulator, text: str, configuration: Configuration | None = None, blocks: int = 2, kind: str = "needles"):
+def check(
+    emulator, text: str, configuration: Configuration | None = None, blocks: int = 2, kind: str = "needles",
+    change: Callable[[Inputs], None] = lambda inputs: None,
+):  # fmt: skip
     """All orders of threads and copies agree bit for bit, and are right."""
     workload = Workload.parse(text)
     device = dataclasses.replace(emulator.DEVICE, multiprocessors=blocks)
     inputs = make_inputs(workload, find_device("cpu"), 1, kind)
+    change(inputs)
     truth = compute_attention(inputs)
     prepared = hopper_cuda.HopperCuda().prepare_as(workload, device, configuration or usual(workload))
     found = []
@@ -473,7 +477,7 @@ def test_a_cluster_takes_heads_of_a_group_or_rows_of_a_head():
     assert scheduling.key_tiles(grouped, pairs) == [1, 2, 3]
     assert pairs.cluster_heads(plain) == 1 == pairs.cluster_heads(three) and pairs.tiles(plain) == 2 * 8 * 2
     assert scheduling.key_tiles(plain, pairs) == [2, 3]
-    decoding = Workload.parse("B16,H32/8,L1,S4096,D128,bf16")
+    decoding = Workload.parse("B16,H32/8,L1,S8192,D256,bf16")
     assert any(one.cluster > 1 for one in configurations.candidates(decoding, HOPPER))
     assert all(one.cluster == 1 for one in configurations.candidates(decoding.replace(H_kv=32), HOPPER))
 

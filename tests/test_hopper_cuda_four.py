@@ -153,9 +153,9 @@ def test_groups_change_places_only_under_a_causal_mask():
     assert not dataclasses.replace(FOUR, groups=1).alternates(workload)
 
 
-def test_four_groups_are_offered_at_64_columns_and_never_first():
+def test_four_groups_are_offered_at_64_columns_and_never_change_places_where_nobody_tuned():
     for entries in (*CHOICES.values(), *FEW.values()):
-        assert entries[0].groups < 4 and not entries[0].alternate
+        assert not entries[0].alternate
     for text, offered in (
         ("B64,H16,L256,D64,bf16,causal", True), ("B32,H12,L512,D64,bf16", True), ("B32,H32,L512,D64,fp16,causal", True),
         ("B32,H16,L512,D128,bf16,causal", False), ("B8,H16,L2048,D64,bf16,causal", True),

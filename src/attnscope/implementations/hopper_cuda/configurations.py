@@ -211,116 +211,103 @@ SPLIT: dict[str, Any] = {"split": True}
 EARLY: dict[str, Any] = {"early": True}
 ALTERNATE: dict[str, Any] = {"alternate": True}
 
+FIXED: dict[str, Any] = {"fixed_max": True}
+
 # Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
-# fastest on an H200, then what should be faster still and was not measured. The first entry that holds the head dims
-# counts; one with two limits holds queries and keys up to the first, values up to the second.
+# fastest on an H200, then what was close to it or was not measured. The first entry that holds the head dims counts; one
+# with two limits holds queries and keys up to the first, values up to the second.
 CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (64, False, True): (
-        Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 4),
-        Configuration(3, 128, 4, slack=8, query_slots=2),
-        Configuration(2, 128, 4, query_slots=2),
-        Configuration(4, 64, 10, False, query_slots=2), Configuration(4, 64, 10, False, slack=8, query_slots=2),
-        Configuration(4, 64, 10, query_slots=2),
+        Configuration(4, 64, 10, False, query_slots=2, **FIXED), Configuration(3, 128, 4, query_slots=2, **FIXED),
+        Configuration(2, 128, 4, query_slots=2, **FIXED), Configuration(3, 128, 4, query_slots=2),
     ),
     (64, False, False): (
-        Configuration(3, 128, 4, query_slots=2), Configuration(3, 128, 3), Configuration(3, 128, 4, slack=8),
-        Configuration(3, 128, 4, query_slots=2, **SPLIT), Configuration(4, 64, 10, False, query_slots=2),
-        Configuration(4, 64, 10, False, query_slots=2, **SPLIT),
-        Configuration(4, 64, 10, False, slack=8, query_slots=2, **SPLIT),
+        Configuration(3, 128, 4, query_slots=2, **FIXED), Configuration(4, 64, 10, False, query_slots=2, **FIXED),
+        Configuration(3, 128, 4, query_slots=2, **SPLIT, **FIXED),
+        Configuration(4, 64, 10, False, query_slots=2, **SPLIT, **FIXED),
+        Configuration(4, 64, 10, query_slots=2, **FIXED), Configuration(3, 128, 4, query_slots=2),
     ),
     (64, True, True): (
-        Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
-        Configuration(2, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4),
-        Configuration(3, 128, 4, **TABLE, query_slots=2, **EARLY),
+        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **FIXED),
+        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE, **FIXED),
+        Configuration(3, 128, 4, False, **TABLE, query_slots=2, **FIXED),
+        Configuration(2, 128, 4, **TABLE, query_slots=2, **FIXED),
         Configuration(2, 128, 4, **TABLE, query_slots=2, **EARLY),
-        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE),
-        Configuration(4, 64, 10, False, **TABLE, slack=8, query_slots=2, **ALTERNATE),
         Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE, **EARLY),
     ),
     (64, True, False): (
-        Configuration(3, 128, 4, **TABLE, query_slots=2), Configuration(3, 128, 4, **TABLE),
-        Configuration(3, 128, 4, **TABLE, slack=8), Configuration(3, 128, 4, **ONE_A_TILE),
-        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE),
-        Configuration(4, 64, 10, False, **TABLE, slack=8, query_slots=2, **ALTERNATE),
+        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **FIXED),
+        Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE, **FIXED),
+        Configuration(3, 128, 4, **TABLE, query_slots=2, **FIXED), Configuration(3, 128, 4, **TABLE, query_slots=2),
     ),
     (128, False, True): (
-        Configuration(2, 128, 2, query_slots=2), Configuration(2, 128, 2), Configuration(2, 176, 2, slack=8),
-        Configuration(2, 128, 2, False, slack=8, query_slots=2),
+        Configuration(2, 128, 2, query_slots=2, **FIXED), Configuration(2, 128, 2, False, query_slots=2, **FIXED),
+        Configuration(3, 80, 4, False, **FIXED), Configuration(2, 128, 2, query_slots=2),
     ),
     (128, False, False): (
-        Configuration(2, 176, 2, False, slack=8), Configuration(2, 128, 2, query_slots=2),
-        Configuration(2, 176, 2, slack=8), Configuration(2, 160, 2, False, slack=8, query_slots=2),
-        Configuration(2, 176, 2, False, slack=8, **PAIRS), Configuration(2, 128, 2, query_slots=2, **PAIRS),
-        Configuration(2, 160, 2, False, slack=8, query_slots=2, **PAIRS),
-        Configuration(2, 176, 2, False, slack=8, **SPLIT), Configuration(2, 128, 2, query_slots=2, **SPLIT),
+        Configuration(2, 128, 2, query_slots=2, **FIXED), Configuration(2, 176, 2, False, slack=8, **FIXED),
+        Configuration(2, 176, 2, False, slack=8, **SPLIT, **FIXED), Configuration(3, 80, 4, False, **FIXED),
+        Configuration(2, 128, 2, query_slots=2, **SPLIT, **FIXED), Configuration(2, 176, 2, False, slack=8),
     ),
     (128, True, True): (
-        Configuration(2, 128, 2, **TABLE, query_slots=2),
-        Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2),
-        Configuration(2, 128, 2, **TABLE), Configuration(2, 128, 2, **ONE_A_TILE),
-        Configuration(2, 128, 2, **TABLE, query_slots=2, **EARLY),
-        Configuration(2, 64, 5, **TABLE, query_slots=2),
-        Configuration(2, 64, 5, False, **TABLE, query_slots=2, **ALTERNATE),
+        Configuration(2, 128, 2, **TABLE, query_slots=2, **FIXED),
+        Configuration(2, 128, 2, False, **TABLE, query_slots=2, **FIXED),
+        Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 128, 2, **TABLE, query_slots=2, **EARLY),
+        Configuration(2, 64, 5, False, **TABLE, query_slots=2, **ALTERNATE, **FIXED),
     ),
     (128, True, False): (
-        Configuration(2, 128, 2, **TABLE, query_slots=2), Configuration(2, 176, 2, False, **TABLE, slack=8),
-        Configuration(3, 80, 4, False, **TABLE, slack=8), Configuration(3, 80, 3, **TABLE, slack=8),
-        Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2),
-        Configuration(2, 128, 2, **TABLE, query_slots=2, **PAIRS),
-        Configuration(2, 176, 2, False, **TABLE, slack=8, **PAIRS),
+        Configuration(2, 128, 2, False, **TABLE, slack=8, query_slots=2, **FIXED),
+        Configuration(2, 128, 2, **TABLE, query_slots=2, **FIXED), Configuration(3, 80, 4, False, **TABLE, **FIXED),
+        Configuration(2, 128, 2, **TABLE, query_slots=2),
     ),
     (192, 128, False, True): (
-        Configuration(2, 128, 2, slack=8), Configuration(2, 96, 2, slack=8, query_slots=2), Configuration(2, 128, 2),
-        Configuration(2, 128, 2, False, slack=8), Configuration(2, 112, 2, slack=8),
+        Configuration(2, 128, 2, slack=8), Configuration(2, 128, 2, slack=8, **FIXED),
+        Configuration(3, 80, 3, slack=8, **FIXED),
     ),
     (192, 128, False, False): (
-        Configuration(3, 80, 3, slack=8), Configuration(2, 128, 2, slack=8), Configuration(2, 128, 2, False, slack=8),
-        Configuration(2, 128, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2, slack=8, query_slots=2),
-        Configuration(3, 80, 3, slack=8, **SPLIT), Configuration(2, 128, 2, slack=8, **SPLIT),
+        Configuration(3, 80, 3, slack=8, **FIXED), Configuration(2, 128, 2, slack=8, **FIXED),
+        Configuration(3, 80, 3, slack=8, **SPLIT, **FIXED), Configuration(3, 80, 3, slack=8),
+        Configuration(3, 80, 3, slack=8, **SPLIT),
     ),
     (192, 128, True, True): (
-        Configuration(2, 128, 2, **TABLE, slack=8), Configuration(2, 96, 2, **TABLE, slack=8, query_slots=2),
-        Configuration(2, 128, 2, **TABLE), Configuration(2, 128, 2, False, **TABLE, slack=8),
-        Configuration(2, 128, 2, slack=8, **ONE_A_TILE),
+        Configuration(2, 128, 2, **TABLE, slack=8), Configuration(2, 128, 2, **TABLE, slack=8, **FIXED),
+        Configuration(2, 128, 2, **TABLE),
     ),
     (192, 128, True, False): (
-        Configuration(2, 128, 2, **TABLE, slack=8), Configuration(2, 128, 2, False, **TABLE, slack=8),
-        Configuration(2, 128, 2, **TABLE), Configuration(2, 112, 2, **TABLE, slack=8),
-        Configuration(2, 96, 2, **TABLE, slack=8, query_slots=2), Configuration(3, 80, 3, **TABLE, slack=8),
+        Configuration(2, 128, 2, **TABLE, slack=8, **FIXED), Configuration(3, 80, 3, **TABLE, slack=8, **FIXED),
+        Configuration(2, 128, 2, **TABLE, slack=8), Configuration(3, 80, 3, **TABLE, slack=8),
     ),
     (192, False, True): (
-        Configuration(2, 112, 2),
-        Configuration(2, 112, 2, slack=8),
-        Configuration(2, 64, 2, query_slots=2),
+        Configuration(2, 112, 2), Configuration(2, 112, 2, **FIXED), Configuration(2, 64, 2, query_slots=2),
     ),
     (192, False, False): (
-        Configuration(2, 112, 2), Configuration(2, 112, 2, slack=8), Configuration(2, 96, 2),
-        Configuration(2, 112, 2, **SPLIT),
+        Configuration(2, 112, 2, **FIXED), Configuration(2, 112, 2), Configuration(2, 96, 2, **FIXED),
+        Configuration(2, 112, 2, **SPLIT, **FIXED),
     ),
     (192, True, True): (
-        Configuration(2, 112, 2, **TABLE), Configuration(2, 64, 2, **TABLE, query_slots=2),
-        Configuration(2, 112, 2, **ONE_A_TILE),
+        Configuration(2, 112, 2, **TABLE), Configuration(2, 112, 2, **TABLE, **FIXED),
+        Configuration(2, 64, 2, **TABLE, query_slots=2),
     ),
     (192, True, False): (
-        Configuration(2, 112, 2, **TABLE), Configuration(2, 112, 2, **TABLE, slack=8),
+        Configuration(2, 112, 2, **TABLE, **FIXED), Configuration(2, 112, 2, **TABLE),
         Configuration(2, 112, 2, **ONE_A_TILE),
     ),
     (256, False, True): (
-        Configuration(2, 64, 2, slack=8), Configuration(2, 64, 2), Configuration(2, 80, 2, slack=8),
+        Configuration(2, 64, 2, slack=8), Configuration(2, 80, 2, slack=8, **FIXED),
+        Configuration(2, 80, 2, slack=8),
     ),
     (256, False, False): (
-        Configuration(2, 80, 2, False, slack=8, **PAIRS), Configuration(2, 80, 2, False, slack=8),
-        Configuration(2, 80, 2, slack=8, **PAIRS), Configuration(2, 80, 2, slack=8), Configuration(2, 64, 2, slack=8),
-        Configuration(2, 80, 2, False, slack=8, **PAIRS, **SPLIT), Configuration(2, 80, 2, False, slack=8, **SPLIT),
+        Configuration(2, 80, 2, False, slack=8, **FIXED), Configuration(2, 80, 2, False, slack=8, **SPLIT, **FIXED),
+        Configuration(2, 80, 2, False, slack=8, **PAIRS), Configuration(2, 80, 2, slack=8, **FIXED),
+        Configuration(2, 80, 2, slack=8),
     ),
     (256, True, True): (
-        Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, False, **TABLE),
-        Configuration(2, 64, 2, **TABLE, slack=8), Configuration(2, 80, 2, slack=8, **ONE_A_TILE),
+        Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, **TABLE, slack=8, **FIXED),
+        Configuration(2, 80, 2, slack=8, **ONE_A_TILE),
     ),
     (256, True, False): (
-        Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, False, **TABLE),
-        Configuration(2, 80, 2, slack=8, **ONE_A_TILE),
-        Configuration(2, 80, 2, **TABLE, slack=8, **PAIRS), Configuration(2, 80, 2, False, **TABLE, **PAIRS),
+        Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, **TABLE, slack=8, **FIXED),
+        Configuration(2, 80, 2, False, **TABLE, slack=8, **FIXED), Configuration(2, 80, 2, **TABLE, slack=8, **PAIRS),
     ),
 }  # fmt: skip
 
@@ -329,25 +316,37 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
 # as many multiprocessors have half as much to do.
 FEW: dict[tuple[int, bool], tuple[Configuration, ...]] = {
     (64, False): (
-        Configuration(1, 128, 4), Configuration(1, 192, 3), Configuration(2, 128, 4),
-        Configuration(1, 128, 4, **SPLIT),
+        Configuration(1, 128, 4), Configuration(1, 128, 4, **FIXED), Configuration(1, 192, 3, **FIXED),
+        Configuration(2, 128, 4, **FIXED), Configuration(1, 128, 4, **SPLIT, **FIXED),
     ),
-    (64, True): (Configuration(1, 128, 4), Configuration(1, 64, 4), Configuration(2, 128, 4)),
+    (64, True): (
+        Configuration(1, 128, 4), Configuration(1, 128, 4, **FIXED), Configuration(1, 64, 4, **FIXED),
+        Configuration(2, 128, 4, **FIXED),
+    ),
     (128, False): (
-        Configuration(1, 128, 3), Configuration(1, 176, 2, slack=8), Configuration(2, 128, 2),
-        Configuration(1, 128, 3, **SPLIT),
+        Configuration(1, 128, 3), Configuration(1, 128, 3, **FIXED), Configuration(1, 176, 2, slack=8, **FIXED),
+        Configuration(2, 128, 2, **FIXED), Configuration(1, 128, 3, **SPLIT, **FIXED),
     ),
-    (128, True): (Configuration(1, 128, 3), Configuration(1, 64, 3), Configuration(2, 128, 2)),
+    (128, True): (
+        Configuration(1, 128, 3), Configuration(1, 128, 3, **FIXED), Configuration(1, 64, 3, **FIXED),
+        Configuration(2, 128, 2, **FIXED),
+    ),
     (192, False): (
-        Configuration(1, 112, 2), Configuration(1, 64, 3), Configuration(2, 112, 2),
-        Configuration(1, 112, 2, **SPLIT),
+        Configuration(1, 112, 2), Configuration(1, 112, 2, **FIXED), Configuration(2, 112, 2, **FIXED),
+        Configuration(1, 112, 2, **SPLIT, **FIXED),
     ),
-    (192, True): (Configuration(1, 112, 2), Configuration(1, 64, 3), Configuration(2, 112, 2)),
+    (192, True): (
+        Configuration(1, 112, 2), Configuration(1, 112, 2, **FIXED), Configuration(1, 64, 3, **FIXED),
+        Configuration(2, 112, 2, **FIXED),
+    ),
     (256, False): (
-        Configuration(1, 80, 2), Configuration(1, 64, 3), Configuration(2, 64, 2, slack=8),
-        Configuration(1, 80, 2, **SPLIT),
+        Configuration(1, 80, 2), Configuration(1, 80, 2, **FIXED), Configuration(2, 64, 2, slack=8),
+        Configuration(1, 80, 2, **SPLIT, **FIXED),
     ),
-    (256, True): (Configuration(1, 80, 2), Configuration(1, 64, 3), Configuration(2, 80, 2, slack=8)),
+    (256, True): (
+        Configuration(1, 80, 2), Configuration(1, 80, 2, **FIXED), Configuration(1, 64, 3),
+        Configuration(2, 80, 2, slack=8),
+    ),
 }  # fmt: skip
 
 
