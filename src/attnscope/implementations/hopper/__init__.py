@@ -256,7 +256,6 @@ class Plan:
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
             "LAZY_SUM": c.lazy_sum,
-            "LATE": c.late and c.overlap,
             "PRODUCER_REGISTERS": c.producer_registers,
             "CONSUMER_REGISTERS": c.consumer_registers,
         }

@@ -36,8 +36,7 @@ class Configuration(Settings, owner="hopper"):
     tensor cores (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores;
     ``lazy_sum``: a row's four lanes add up their sums after the last tile; ``bias_slots``: tiles of a bias that each
     group has in shared memory; ``queued``: under a bool mask blocks of a persistent grid take tiles from a queue, and
-    from no table; without one it says nothing; ``late``: with ``overlap``, P V is waited for after the exponentials,
-    not before them, where ptxas puts that wait by itself.
+    from no table; without one it says nothing.
     """
 
     keys: int = 128
@@ -53,12 +52,11 @@ class Configuration(Settings, owner="hopper"):
     lazy_sum: bool = True
     bias_slots: int = 1
     queued: bool = False
-    late: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.groups}x{GROUP_ROWS}", f"keys {self.keys}", f"slots {self.slots}/{self.q_slots}"]
         words += [f"regs {self.producer_registers}/{self.consumer_registers}"]
-        names = ("persistent", "balanced", "queued", "pingpong", "overlap", "lazy_sum", "late")
+        names = ("persistent", "balanced", "queued", "pingpong", "overlap", "lazy_sum")
         return " ".join(words + [name for name in names if getattr(self, name)])
 
     @property
@@ -144,27 +142,12 @@ _TWO = {"slots": 8, "q_slots": 2}
 _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
 _ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
-_LATE = {"late": True}
 _QUEUED = {"queued": True, "balanced": False}  # so do blocks themselves, and load the next while they work on one
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
-        64: [
-            _THREE,
-            _TWO,
-            _THREE | {"pingpong": False},
-            _THREE | {"pingpong": False, "overlap": False},
-            _THREE | _LATE,
-            _THREE | _LATE | {"pingpong": False},
-            _TWO | _LATE,
-        ],
-        128: [
-            _USUAL,
-            {"slots": 6},
-            _USUAL | {"pingpong": False},
-            _USUAL | _LATE,
-            _USUAL | _LATE | {"pingpong": False},
-        ],
-        256: [_WIDE, _WIDE | {"pingpong": True}, _WIDE | _LATE, _WIDE | _LATE | {"pingpong": True}],
+        64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
+        128: [_USUAL, {"slots": 6}, _USUAL | {"pingpong": False}],
+        256: [_WIDE, _WIDE | {"pingpong": True}],
     },
     "uneven": {
         64: [
@@ -174,9 +157,6 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
             _THREE | {"balanced": False},
             _TWO | {"pingpong": False},
             _THREE | {"pingpong": False},
-            _TWO | _LATE,
-            _THREE | _LATE,
-            _THREE | _LATE | {"pingpong": False},
         ],
         128: [
             _USUAL,
@@ -184,32 +164,22 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
             _USUAL | {"balanced": False},
             {"slots": 6, "persistent": False, "balanced": False},
             {"slots": 6},
-            _USUAL | _LATE,
-            _USUAL | _LATE | {"pingpong": False},
         ],
         256: [
             _WIDE,
             _WIDE | {"pingpong": True},
             _WIDE | {"balanced": False},
             _WIDE | {"persistent": False, "balanced": False},
-            _WIDE | _LATE,
         ],
     },
     "mask": {
-        64: [
-            _THREE | _ALONE | {"q_slots": 1},
-            _TWO | _ALONE | {"q_slots": 1},
-            _THREE | _QUEUED,
-            _TWO | _QUEUED,
-            _THREE | _QUEUED | _LATE,
-        ],
+        64: [_THREE | _ALONE | {"q_slots": 1}, _TWO | _ALONE | {"q_slots": 1}, _THREE | _QUEUED, _TWO | _QUEUED],
         128: [
             _ALONE | {"slots": 6},
             _ALONE | {"slots": 6, "pingpong": False},
             _USUAL | _QUEUED,
             _USUAL | _QUEUED | {"pingpong": False},
             _QUEUED | {"slots": 6},
-            _USUAL | _QUEUED | _LATE,
         ],
         256: [_WIDE | _ALONE, _WIDE | _QUEUED],
     },
@@ -224,13 +194,11 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
             _THREE | {"slots": 6, "q_slots": 1, "pingpong": False},
             _THREE | {"q_slots": 1, "keys": 64, "bias_slots": 2},
             _TWO | {"slots": 6, "bias_slots": 2},
-            _THREE | {"slots": 6, "q_slots": 1} | _LATE,
         ],
         128: [
             {"slots": 4, "bias_slots": 2},
             _USUAL | {"slots": 4},
             {"slots": 4, "bias_slots": 2, "pingpong": False},
-            {"slots": 4, "bias_slots": 2} | _LATE,
         ],
         256: [_WIDE | {"slots": 4, "bias_slots": 2}, _WIDE | {"slots": 4}],
     },

@@ -668,24 +668,11 @@ def _softmax(s, top, total, scale, GUARDED: gl.constexpr, NATURAL: gl.constexpr,
 
 
 @_device
-def _before_waiting(total):
-    """``total``, which is never below 0, computed before the next wait for products.
-
-    ptxas moves such a wait in front of the exponentials; not past a store that might happen, and this one never does.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000; @p st.shared.b32 [a], a; "
-        "mov.b32 $0, $1; }",
-        "=r,r", [total], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@_device
 def _one_more_tile(
     key, masked, words, bias, visits, S, q, ring, full, empty, slot, phase, acc, p, top, total, zero,
     rows, low, high, offset, slope, scale, unit, cap,
     SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    LAZY_SUM: gl.constexpr, LATE: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr, GUARDED: gl.constexpr,
+    LAZY_SUM: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr, GUARDED: gl.constexpr,
     CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the tile from ``key`` on, and P V of the tile before it beside them (OVERLAP) or ahead of them."""
@@ -714,8 +701,6 @@ def _one_more_tile(
             BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
         p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
-        if LATE:
-            total = _before_waiting(total)
         acc = multiplied(0, deps=(sums,))
         mbarrier.arrive(empty.index(v_slot), count=1)
     else:
@@ -762,7 +747,7 @@ def _attend(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, PINGPONG: gl.constexpr,
-    OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, LATE: gl.constexpr, BLOCK_DV: gl.constexpr,
+    OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """A group's 64 rows of one tile; returns the rings' state, and, of a queue, the number of the block's next tile."""
     H, _group, L, S, _row_tiles, _tiles, _section, window = sizes
@@ -862,7 +847,7 @@ def _attend(
             key_tile * KEYS, needs, _words_of(bits, entry, zero), bias, visits, S,
             q, ring, full, empty, slot, phase, acc, p, top, total, zero,
             rows, low, high, offset, slope, scale, unit, cap,
-            SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, LATE, BIAS, BIAS_SLOTS, GUARDED,
+            SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, BIAS, BIAS_SLOTS, GUARDED,
             CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
         if BIAS == 1:
@@ -921,7 +906,7 @@ def _consumer(
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
-    LATE: gl.constexpr, KEYS: gl.constexpr, BLOCK_DV: gl.constexpr,
+    KEYS: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """One group of 128 threads: 64 rows of each tile."""
     H, _group, _L, _S, row_tiles, tiles, section, _window = sizes
@@ -947,7 +932,7 @@ def _consumer(
                 o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                 sizes, pointers, mask_sizes, bias_sizes, scale, cap, W,
                 GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, LATE, BLOCK_DV,
+                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, BLOCK_DV,
             )  # fmt: skip
             turn += 1
     else:
@@ -959,7 +944,7 @@ def _consumer(
                 o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                 sizes, pointers, mask_sizes, bias_sizes, scale, cap, W,
                 GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, LATE, BLOCK_DV,
+                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, BLOCK_DV,
             )  # fmt: skip
     stored(0)
     if PINGPONG and W == 0:
@@ -979,7 +964,7 @@ def hopper_attention_forward(
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
-    LATE: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all tiles; see the module's docstring."""
     dtype: gl.constexpr = q_desc.dtype
@@ -1027,13 +1012,13 @@ def hopper_attention_forward(
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, LATE, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, LATE, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
@@ -1052,19 +1037,19 @@ def hopper_attention_forward(
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, LATE, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, LATE, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
                     o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(2),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, LATE, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
