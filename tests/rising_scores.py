@@ -11,8 +11,8 @@ RISES = {"bf16": 200.0, "fp16": 30.0}
 
 
 def rising(inputs: Inputs, rise: float, heads: slice, rows: int | None = None) -> None:
-    """The first ``rows`` queries of ``heads`` see scores that rise by ``rise`` from the last key to the first; the others
-    see what they saw. In place; heads are not grouped."""
+    """The first ``rows`` queries of ``heads`` see scores that rise by ``rise`` from the last key to the first; to the
+    others that column of q is 0. In place; where heads are grouped, all of k rises."""
     q, k = inputs.q, inputs.k
     last = max(k.shape[2] - 1, 1)
     ramp = rise * (0.5 - k.new_tensor(range(k.shape[2])).float() / last)  # from rise / 2 to -rise / 2
@@ -24,7 +24,8 @@ def rising(inputs: Inputs, rise: float, heads: slice, rows: int | None = None) -
 
 
 def one_far_above(inputs: Inputs) -> None:
-    """The first key's score is about 88, all others are 0: its weight is in fp32's range, its reciprocal is not. In place."""
+    """The first key's score is about 88, all others are 0: its weight is in fp32's range, the reciprocal is not where
+    such small numbers are flushed to 0. In place."""
     inputs.q[..., :], inputs.k[..., :] = 0, 0
     inputs.q[..., 0], inputs.k[:, :, 0, 0] = 16, 88 / 16 / inputs.workload.effective_scale
 

@@ -74,6 +74,7 @@ def test_every_variant_with_fixed_maxima_is_right_on_the_emulator(emulated, text
 def test_a_row_whose_first_keys_are_far_below_what_stands_for_them_is_right(emulated, dtype):  # noqa: F811
     """Without a key in the tile with a mask a row has no maximum: 0 stands for it, and all its weights are 0."""
     check(emulated, NO_KEY_IN_THE_FIRST_TILE.format(dtype), TINY, kind="plain", change=all_far_below)
+    check(emulated, FEW.format(dtype), TINY, kind="plain", change=one_far_above)
 
 
 @pytest.mark.long
@@ -98,7 +99,6 @@ def test_numbers_that_are_none_stay_none_and_others_are_right(emulated):  # noqa
         ("    wait_for(&barriers->all_computed, 0);\n    if (alike", "    if (alike"),
         ("      wait_for(&barriers->all_computed, 0);\n      if (barriers", "      if (barriers"),
         ("make_barrier(&barriers->all_computed, GROUPS);", "make_barrier(&barriers->all_computed, 1);"),
-        ("total[r] <= GREATEST_SUM", "total[r] <= 3e38f"),
         ("    bool fine = zero == 0.0f;\n", "    bool fine = true;\n"),
         ("total[r] >= least_sum(T16())", "total[r] >= 0.0f"),
     ],
@@ -112,7 +112,6 @@ def test_the_emulator_sees_what_fixed_maxima_may_lack(emulated, tmp_path, monkey
                     emulated, FEW.format(dtype), TINY, kind="plain",
                     change=lambda inputs, heads=heads, dtype=dtype: rising(inputs, RISES[dtype], heads),
                 )  # fmt: skip
-        check(emulated, FEW.format("bf16"), TINY, kind="plain", change=one_far_above)
         check(emulated, NO_KEY_IN_THE_FIRST_TILE.format("bf16"), TINY, kind="plain", change=all_far_below)
         check(emulated, FEW.format("bf16"), TINY, kind="plain", change=lambda inputs: inputs.v.mul_(1e30))
 

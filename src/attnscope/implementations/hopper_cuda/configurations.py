@@ -214,8 +214,8 @@ ALTERNATE: dict[str, Any] = {"alternate": True}
 FIXED: dict[str, Any] = {"fixed_max": True}
 
 # Worth timing by (largest head dim, whether rows end at different keys, whether short), the usual one first: what was
-# fastest on an H200, then what was close to it or was not measured. The first entry that holds the head dims counts; one
-# with two limits holds queries and keys up to the first, values up to the second.
+# fastest on an H200, then what was close to it or was not measured. The first entry that holds the head dims counts;
+# one with two limits holds queries and keys up to the first, values up to the second.
 CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     (64, False, True): (
         Configuration(4, 64, 10, False, query_slots=2, **FIXED), Configuration(3, 128, 4, query_slots=2, **FIXED),
