@@ -13,7 +13,7 @@ from attnscope.limits import bytes_from_memory, fits_in_cache, limit_of, matrix_
 from attnscope.pacing import MeasureOptions
 from attnscope.power import Conditions, Reading, Sampler
 from attnscope.records import Limits
-from attnscope.timers import CpuTimer
+from attnscope.timers import CpuTimer, Sample
 from attnscope.workload import Workload
 
 BLOG = Workload.parse("B8,H16,L1024,D64,bf16,causal")
@@ -119,6 +119,9 @@ def test_the_clock_is_nvmls_or_counted_by_a_spinning_kernel(monkeypatch):
     assert limits_module._sm_clock_mhz(gpu, fake, Conditions(sm_clock_mhz=1700.0)) == 1700.0
     assert limits_module._sm_clock_mhz(gpu, fake, Conditions()) == pytest.approx(2000.0)
     assert limits_module._sm_clock_mhz(Device("cpu", "c"), fake, Conditions()) is None
+    alone = [limits_module._clock_alone_mhz(gpu, fake, load) for load in (1400.0, 2100.0, None)]
+    assert alone == [pytest.approx(2000.0), 2100.0, None], "a call alone is not slowed by the power limit"
+    assert limits_module._clock_alone_mhz(Device("cpu", "c"), fake, None) is None
 
 
 def test_fp32_precision_is_put_back():
@@ -158,6 +161,22 @@ def test_rates_are_computed_from_times_and_the_best_size_wins(monkeypatch):
     assert found.copy_gb_per_s == found.read_gb_per_s, "a copy moves each byte twice, of half the buffer"
     assert found.launch_floor_us == pytest.approx(1e3)
     assert (found.cache_bytes, found.threads, found.event_floor_us, found.sm_clock_mhz) == (MIB, 3, None, None)
+
+
+def test_a_card_at_its_power_limit_is_no_limit_of_a_call_alone(monkeypatch):
+    """Back to back a product takes 1 ms on the fake card, alone half of that: a kernel may be that fast, too."""
+    import torch
+
+    monkeypatch.setitem(limits_module.MATRIX_SIZES, "cuda", (16,))
+    monkeypatch.setattr(limits_module, "REST_S", 0.0)
+    monkeypatch.setattr(Device, "torch_name", "cpu")
+    timer, rests = FakeTimer(), []
+    monkeypatch.setattr(
+        timer, "time_call", lambda call, spin_us, *, evict: rests.append(evict) or Sample(0.5), raising=False
+    )
+    rate = limits_module._matrix_rate(Device("cuda", "c"), torch.float32, timer, seconds=0.01)
+    assert rate == pytest.approx(2 * 16**3 / 0.5e-3 / 1e12)
+    assert rests == [False] * limits_module.CALLS_ALONE
 
 
 def test_a_product_that_would_take_too_long_is_left_out(monkeypatch):
