@@ -53,6 +53,7 @@ inline fp16 high_half(unsigned pair, fp16) { return fp16{(unsigned short)(pair >
 
 inline float exp_fast(float x) { return expf(x); }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float log_fast(float x) { return logf(x); }
 
 inline float warp_sum(float x) {
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);

@@ -26,7 +26,7 @@ PREFILL = {
         "B2,H4/2,L200,D64,bf16,causal,sinks,layout=blhd",
         "B3,H2,L130,S190,D80,bf16,lengths=190/7/0",
         "B1,H4/2,L200,S333,D256,bf16,causal=bottom_right",
-        "B2,H4,L300,D64,bf16,mask=bool",
+        "B2,H4,L300,D128,bf16,mask=bool",
     ],
     "hopper_cuda": ["B2,H4/2,L200,S333,D128,bf16,causal=bottom_right,layout=blhd", "B1,H2,L200,D64,bf16"],
 }

@@ -17,7 +17,7 @@ from attnscope.implementations.hopper_cuda.configurations import Configuration
 from attnscope.inputs import Inputs, make_inputs
 from attnscope.workload import Workload
 from card_contract import gives_bit_for_bit, misjudged, same_on_streams_and_in_a_graph
-from rising_scores import RISES, all_far_below, one_far_above, rising
+from rising_scores import RISES, all_far_below, one_far_above, rising, rising_in_range
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def on_hopper(gpu: Device) -> None:
         pytest.skip("needs a Hopper card")
 
 
-@pytest.mark.parametrize("change", [nothing, some_heads_rise, all_rise, one_far_above, all_far_below])
+@pytest.mark.parametrize("change", [nothing, rising_in_range, some_heads_rise, all_rise, one_far_above, all_far_below])
 @pytest.mark.parametrize(("text", "configuration"), CASES)
 def test_it_is_right_whatever_scores_do(
     text: str, configuration: Configuration, change: Callable[[Inputs], None], gpu: Device

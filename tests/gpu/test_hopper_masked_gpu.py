@@ -253,7 +253,7 @@ def queued(text: str, gpu: Device, blocks: int, number: int = 0) -> Prepared:
     "text",
     [
         "B4,H12/4,L1000,S700,D64,bf16,mask=bool:BxHxLxS",
-        "B2,H16,L2100,D64,fp16,mask=bool:1xHxLxS,causal,sinks",
+        "B2,H16,L2100,D64,fp16,mask=bool:1xHxLxS,causal",
         "B3,H8,L900,S70,D128,bf16,mask=bool:Bx1xLxS,lengths=70/3/40,layout=blhd",
         "H48,D128,bf16,causal,packed=300/165/0/1/130,mask=bool:1xHxLxS",
         "B2,H16,L700,S600,D256,fp16,mask=bool:BxHxLxS",

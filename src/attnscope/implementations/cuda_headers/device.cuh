@@ -65,6 +65,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// Natural logarithm of x > 0, not denormal, to about 2e-7 + 1e-7 of the result. The hardware's is as near below 2 alone:
+// its error grows with the result, and sums of weights may be large.
+__device__ __forceinline__ float log_fast(float x) {
+  unsigned bits = __float_as_uint(x);
+  if (bits >= 0x7f800000u) return x;  // infinite, or none
+  return fmaf((float)((int)(bits >> 23) - 127), LN_2, __logf(__uint_as_float((bits & 0x7fffffu) | 0x3f800000u)));
+}
+
 // Sum and maximum over a warp; every lane gets the result. All 32 lanes must call.
 __device__ __forceinline__ float warp_sum(float x) {
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
