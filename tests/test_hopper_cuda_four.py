@@ -74,7 +74,7 @@ def test_places_and_groups_change_no_bit(emulated):  # noqa: F811
         ("    if (ALTERNATE) q += place * (64 * ROW_BYTES >> 4);\n", ""),
         ("queries + (ALTERNATE ? 0 : own", "queries + (ALTERNATE ? own.index : own"),
         ("    place = place_in(work);\n    begin_rows", "    begin_rows"),
-        ("int row = own.first_row(work)", "int row = work.first + 64 * own.index"),
+        ("int row = first_row(work)", "int row = work.first + 64 * index"),
         ("int first = first_row(work);", "int first = work.first + 64 * index;"),
         ("GROUPS - 1 - index : index", "GROUPS - 1 : index"),
         ("work.backwards = ALTERNATE && turn % 2;", "work.backwards = turn % 2 && threadIdx.x < 512;"),
@@ -116,8 +116,8 @@ def run_once(emulator, configuration: Configuration, text: str):
 
 @pytest.mark.long
 def test_groups_change_places_so_that_two_heads_are_as_much_for_each(emulated, tmp_path, monkeypatch):  # noqa: F811
-    sums = "total > 0.0f ? own.rows.top[r] * scale + __logf(total) : negative_infinity()"
-    change_source(tmp_path, monkeypatch, sums, "own.index")
+    sums = "total[r] > 0.0f ? rows.top[r] * results.scale + log_fast(total[r]) : negative_infinity()"
+    change_source(tmp_path, monkeypatch, sums, "index")
     groups = run_once(emulated, dataclasses.replace(FOUR, keys=16), HEADS.format(2)).lse[0].long()
     seen = torch.zeros(2, 4, dtype=torch.long).scatter_add_(1, groups, torch.arange(1, 257).expand(2, -1))
     assert sorted(seen[0].tolist()) == seen[0].tolist() == seen[1].flip(0).tolist()
@@ -126,10 +126,11 @@ def test_groups_change_places_so_that_two_heads_are_as_much_for_each(emulated, t
 
 @pytest.mark.long
 def test_a_group_runs_on_to_the_next_head_while_another_has_not_begun_one(emulated, tmp_path, monkeypatch):  # noqa: F811
-    walk = "        own.walk(work, shape);\n"
-    held = "        if (own.index == 3 && turns.turn == 1) emulator_wait_until([] { return runs_on; });\n"
-    free = "        if (own.index == 0 && turns.turn == 2) runs_on = true;\n"
-    change_source(tmp_path, monkeypatch, walk, f"        static bool runs_on = false;\n{held}{walk}{free}")
+    walk = "    walk<Again>(work, shape);\n"
+    held = "        if (index == 3 && turns.turn == 1) emulator_wait_until([] { return runs_on; });\n"
+    free = "        if (index == 0 && turns.turn == 2) runs_on = true;\n"
+    change_source(tmp_path, monkeypatch, walk, f"{held}{walk}{free}")
+    change_source(tmp_path, monkeypatch, "struct Results {", "static bool runs_on = false;\nstruct Results {")
     run_once(emulated, FOUR, HEADS.format(3))
     for less in ({"stages": 7}, {"query_slots": 1}, {"ping_pong": True}):
         with pytest.raises(AssertionError, match="deadlock"):

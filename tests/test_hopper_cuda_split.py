@@ -272,7 +272,7 @@ def test_pieces_that_are_dealt_wrongly_are_noticed(emulated, cheap, monkeypatch,
                 ("float weight = factor * worth(", "float weight = worth("),
                 ("total += part_row.y * worth(part_row, top, scale2);", "total += part_row.y;"),
                 ("exp2_fast((part_row.x - top) * scale2)", "exp2_fast((part_row.x - top) * scale)"),
-                ("top * scale + __logf(total)", "top * scale2 + __logf(total)"),
+                ("top * scale + log_fast(total)", "top * scale2 + __logf(total)"),
                 ("row_tiles - 1 - tile % row_tiles", "tile % row_tiles"),
                 ("int part = pieces[i] * piece_rows + in_piece;", "int part = i * piece_rows + in_piece;"),
             )
@@ -289,9 +289,9 @@ def test_the_emulator_sees_what_the_sum_may_lack(emulated, cheap, tmp_path, monk
     ("stands", "instead"),
     [
         ("turns.clusters() + turns.cluster();", "turns.clusters() + turns.clusters() - 1 - turns.cluster();"),
-        ("turns.turn > whole_turns)", "turns.turn > whole_turns + 1)"),
-        ("make_float2(own.rows.top[r], total)", "make_float2(own.rows.top[r] * scale, total)"),
-        ("make_float2(own.rows.top[r], total)", "make_float2(own.rows.top[r], own.rows.sum[r])"),
+        ("turns.turn > shape.whole_turns)", "turns.turn > shape.whole_turns + 1)"),
+        ("make_float2(rows.top[r], total[r])", "make_float2(rows.top[r] * results.scale, total[r])"),
+        ("make_float2(rows.top[r], total[r])", "make_float2(rows.top[r], rows.sum[r])"),
         ("work.end = SPLIT ? end :", "work.end = SPLIT ? tiles_of(shape.S) :"),
         ("work.begin = SPLIT ? begin :", "work.begin = SPLIT ? 0 :"),
         ("if (SPLIT && ahead >= 0) tile = ahead;", ""),
@@ -309,7 +309,7 @@ def test_the_emulator_sees_what_pieces_may_lack(emulated, cheap, tmp_path, monke
     [
         ("CLUSTER_HEADS > 1 ? blockIdx.x % CLUSTER : work", "CLUSTER_HEADS > 1 ? 0 : work", "H6/3,L60"),
         (": work.first / QUERIES % CLUSTER;", ": blockIdx.x % CLUSTER;", "H3,L120"),
-        ("(piece * CLUSTER + place) * QUERIES", "(piece + place) * QUERIES", "H3,L120"),
+        ("(piece * CLUSTER + in_cluster) * QUERIES", "(piece + in_cluster) * QUERIES", "H3,L120"),
     ],
 )
 def test_the_emulator_sees_what_pieces_of_a_cluster_may_lack(
