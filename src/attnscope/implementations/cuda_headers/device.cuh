@@ -49,6 +49,15 @@ template <> struct Make<bf16> {
   }
 };
 
+// The compiler no longer knows where x comes from, and computes what hangs on it again instead of keeping it.
+__device__ __forceinline__ void hide(int& x) { asm volatile("" : "+r"(x)); }
+// gridDim.x, read anew.
+__device__ __forceinline__ int blocks_of_grid() {
+  int x;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(x));
+  return x;
+}
+
 // Two neighbours in one register, the first in the low half.
 template <typename T> __device__ __forceinline__ unsigned pack2(float low, float high) {
   return Make<T>::from(low).bits | ((unsigned)Make<T>::from(high).bits << 16);

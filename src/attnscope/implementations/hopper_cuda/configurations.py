@@ -307,7 +307,7 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
     ),
     (256, True, False): (
         Configuration(2, 80, 2, **TABLE, slack=8), Configuration(2, 80, 2, **TABLE, slack=8, **FIXED),
-        Configuration(2, 80, 2, False, **TABLE, slack=8, **FIXED), Configuration(2, 80, 2, **TABLE, slack=8, **PAIRS),
+        Configuration(2, 80, 2, **TABLE, slack=8, **PAIRS),
     ),
 }  # fmt: skip
 

@@ -118,9 +118,14 @@ struct Turns {
   // What is read is known to be the same for a warp, which bounds of keys that are computed here would not be: then
   // descriptors would be moved to uniform registers again before each product.
   __device__ __forceinline__ void look_ahead(const Shape& shape) {
-    if (TABLE) ahead = order[turn * clusters() + cluster()];
+    int place = cluster(), all = clusters();
+    if (FIXED_MAX) {  // else what is wanted in four places is kept in registers, and spilled
+      hide(place);
+      all = blocks_of_grid() / CLUSTER;
+    }
+    if (TABLE) ahead = order[turn * all + place];
     if (SPLIT) {
-      const int* piece = order + 3 * (max(turn - shape.whole_turns + 1, 0) * clusters() + cluster());
+      const int* piece = order + 3 * (max(turn - shape.whole_turns + 1, 0) * all + place);
       ahead = piece[0], begin = piece[1], end = piece[2];
     }
   }
