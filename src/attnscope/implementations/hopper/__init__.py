@@ -208,6 +208,11 @@ class Plan:
         c, masked = self.configuration, self.workload.mask is not None
         return masked and c.persistent and c.queued and self.multiprocessors < self.tiles
 
+    @property
+    def fixed(self) -> bool:
+        """Whether maxima are fixed: not where blocks take tiles from a queue, for which they had is not known after."""
+        return self.configuration.fixed_max and not self.queued
+
     def schedule(self, blocks: int) -> list[int]:
         """The table for a grid of ``blocks``."""
         costs = schedules.tile_costs(self.workload, self.configuration.rows, self.configuration.keys)
@@ -256,6 +261,7 @@ class Plan:
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
             "LAZY_SUM": c.lazy_sum,
+            "FIXED": self.fixed,
             "PRODUCER_REGISTERS": c.producer_registers,
             "CONSUMER_REGISTERS": c.consumer_registers,
         }

@@ -36,7 +36,8 @@ class Configuration(Settings, owner="hopper"):
     tensor cores (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores;
     ``lazy_sum``: a row's four lanes add up their sums after the last tile; ``bias_slots``: tiles of a bias that each
     group has in shared memory; ``queued``: under a bool mask blocks of a persistent grid take tiles from a queue, and
-    from no table; without one it says nothing.
+    from no table; without one it says nothing. ``fixed_max``: a row's maximum is that of its first tile of keys, and what
+    leaves the range of numbers is computed again by online softmax; where tiles come from a queue it says nothing.
     """
 
     keys: int = 128
@@ -52,11 +53,12 @@ class Configuration(Settings, owner="hopper"):
     lazy_sum: bool = True
     bias_slots: int = 1
     queued: bool = False
+    fixed_max: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.groups}x{GROUP_ROWS}", f"keys {self.keys}", f"slots {self.slots}/{self.q_slots}"]
         words += [f"regs {self.producer_registers}/{self.consumer_registers}"]
-        names = ("persistent", "balanced", "queued", "pingpong", "overlap", "lazy_sum")
+        names = ("persistent", "balanced", "queued", "pingpong", "overlap", "lazy_sum", "fixed_max")
         return " ".join(words + [name for name in names if getattr(self, name)])
 
     @property
