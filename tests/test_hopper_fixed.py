@@ -266,3 +266,61 @@ def mutant_is_right(loaded: list[Any]) -> None:
 def test_the_kernel_is_right_where_mutants_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     change_source(monkeypatch, "_mark", SLOW_MARK, LATE)
     mutant_is_right(tiles_computed(monkeypatch))
+
+
+# --- what the compiler makes of it ------------------------------------------------------------------------------------
+
+
+def fixed_jobs(dtypes: tuple[str, ...], sizes: tuple[str, ...]) -> list[tuple[str, Configuration]]:
+    """Every candidate with fixed maxima, of keys that fill their tiles and of keys that do not."""
+    texts = [
+        f"B1,H2,{size},D{dim},{dtype},{option}"
+        for size in sizes
+        for dim in (64, 128, 256)
+        for dtype in dtypes
+        for option in ("mask=bool:1x1xLxS", f"bias={dtype}:1xHxLxS", "bias=fp32:1x1xLxS")
+    ]
+    return [(text, one) for text in texts for one in configurations.candidates(Workload.parse(text)) if one.fixed_max]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_no_candidate_with_fixed_maxima_spills(dtype: str, tmp_path: Path) -> None:
+    jobs = fixed_jobs((dtype,), ("L2048", "L2000"))
+    assert {configurations.mask_of(Workload.parse(text)) for text, _ in jobs} == {"mask", "bias16", "bias32"}
+    assert_clean(compile_apart("3.6.0", jobs, tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_each_claimed_release_of_triton_compiles_fixed_maxima(version: str, tmp_path: Path) -> None:
+    jobs = fixed_jobs(("bf16",), ("L2048",))
+    found = compile_apart(version, jobs, tmp_path)
+    assert [threads for *_, threads, _ in found] == [128 * (1 + one.groups) for _, one in jobs]
+
+
+def test_candidates_with_fixed_maxima_are_never_first() -> None:
+    """Until a card says that they are faster: what has no table takes the first."""
+    jobs = fixed_jobs(("bf16",), ("L2048",))
+    assert jobs
+    for text, _ in jobs:
+        assert not configurations.candidates(Workload.parse(text))[0].fixed_max
+
+
+def test_blocks_that_share_a_queue_do_not_fix_maxima() -> None:
+    """Which tiles a block had is not known afterwards. Where a queue is not made, they do."""
+    workload, one = Workload.parse("B1,H2,L200,D64,bf16,mask=bool:1x1xLxS"), replace(TWO, queued=True)
+    assert not Plan(workload, one, 3).constants()["FIXED"] and Plan(workload, one, 4).constants()["FIXED"]
+    assert Plan(workload, TWO, 3).constants()["FIXED"] and not Plan(workload, replace(TWO, fixed_max=False)).fixed
+
+
+def test_a_table_holds_it() -> None:
+    text = table_text(Table("hopper", "card", {"a": Entry(TWO)}))
+    assert read_table(text, "x", "hopper", Entry.from_dict).classes == {"a": Entry(TWO)}
+    older = re.sub(r"fixed_max = true\n", "", text)
+    assert older != text and read_table(older, "x", "hopper", Entry.from_dict).classes["a"].gluon == replace(
+        TWO, fixed_max=False
+    )
+    assert "fixed_max" in str(TWO) and "fixed_max" not in str(replace(TWO, fixed_max=False))

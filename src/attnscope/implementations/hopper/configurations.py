@@ -145,6 +145,7 @@ _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
 _ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
 _QUEUED = {"queued": True, "balanced": False}  # so do blocks themselves, and load the next while they work on one
+_FIXED = {"fixed_max": True}  # not measured yet: never first
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
@@ -175,15 +176,24 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
         ],
     },
     "mask": {
-        64: [_THREE | _ALONE | {"q_slots": 1}, _TWO | _ALONE | {"q_slots": 1}, _THREE | _QUEUED, _TWO | _QUEUED],
+        64: [
+            _THREE | _ALONE | {"q_slots": 1},
+            _TWO | _ALONE | {"q_slots": 1},
+            _THREE | _ALONE | {"q_slots": 1} | _FIXED,
+            _TWO | _ALONE | {"q_slots": 1} | _FIXED,
+            _THREE | _QUEUED,
+            _TWO | _QUEUED,
+        ],
         128: [
             _ALONE | {"slots": 6},
             _ALONE | {"slots": 6, "pingpong": False},
+            _ALONE | {"slots": 6} | _FIXED,
+            _ALONE | {"slots": 6, "pingpong": False} | _FIXED,
             _USUAL | _QUEUED,
             _USUAL | _QUEUED | {"pingpong": False},
             _QUEUED | {"slots": 6},
         ],
-        256: [_WIDE | _ALONE, _WIDE | _QUEUED],
+        256: [_WIDE | _ALONE, _WIDE | _ALONE | _FIXED, _WIDE | _QUEUED],
     },
     "mixed": {
         64: [_TWO | {"slots": 6}, _TWO | {"slots": 6, "pingpong": False}],
@@ -196,17 +206,31 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
             _THREE | {"slots": 6, "q_slots": 1, "pingpong": False},
             _THREE | {"q_slots": 1, "keys": 64, "bias_slots": 2},
             _TWO | {"slots": 6, "bias_slots": 2},
+            _THREE | {"slots": 6, "q_slots": 1} | _FIXED,
+            _THREE | {"slots": 6, "q_slots": 1, "pingpong": False} | _FIXED,
         ],
         128: [
             {"slots": 4, "bias_slots": 2},
             _USUAL | {"slots": 4},
             {"slots": 4, "bias_slots": 2, "pingpong": False},
+            {"slots": 4, "bias_slots": 2} | _FIXED,
+            _USUAL | {"slots": 4} | _FIXED,
         ],
         256: [_WIDE | {"slots": 4, "bias_slots": 2}, _WIDE | {"slots": 4}],
     },
     "bias32": {
-        64: [_THREE | {"keys": 64, "bias_slots": 2}, _TWO | {"keys": 64, "bias_slots": 2}],
-        128: [_USUAL | {"keys": 64, "slots": 6, "bias_slots": 2}, {"slots": 4}],
+        64: [
+            _THREE | {"keys": 64, "bias_slots": 2},
+            _TWO | {"keys": 64, "bias_slots": 2},
+            _THREE | {"keys": 64, "bias_slots": 2} | _FIXED,
+            _TWO | {"keys": 64, "bias_slots": 2} | _FIXED,
+        ],
+        128: [
+            _USUAL | {"keys": 64, "slots": 6, "bias_slots": 2},
+            {"slots": 4},
+            _USUAL | {"keys": 64, "slots": 6, "bias_slots": 2} | _FIXED,
+            {"slots": 4} | _FIXED,
+        ],
         256: [_WIDE | {"slots": 4}],
     },
 }
