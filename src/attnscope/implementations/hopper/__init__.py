@@ -210,8 +210,10 @@ class Plan:
 
     @property
     def fixed(self) -> bool:
-        """Whether maxima are fixed: not where blocks take tiles from a queue, for which they had is not known after."""
-        return self.configuration.fixed_max and not self.queued
+        """Whether maxima are fixed: not where blocks take tiles from a queue, for which they had is not known after; nor
+        beside a bias where tiles need a mask of their rows, for which registers do not suffice."""
+        spills = self.bias_kind != NO_BIAS and self.masked
+        return self.configuration.fixed_max and not self.queued and not spills
 
     def schedule(self, blocks: int) -> list[int]:
         """The table for a grid of ``blocks``."""
