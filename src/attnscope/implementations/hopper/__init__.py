@@ -210,8 +210,8 @@ class Plan:
 
     @property
     def fixed(self) -> bool:
-        """Whether maxima are fixed: not where blocks take tiles from a queue, for which they had is not known after; nor
-        beside a bias where tiles need a mask of their rows, for which registers do not suffice."""
+        """Whether maxima are fixed: not where blocks take tiles from a queue, for which ones they had is forgotten; nor
+        beside a bias where tiles need a mask of their rows, for that spills."""
         spills = self.bias_kind != NO_BIAS and self.masked
         return self.configuration.fixed_max and not self.queued and not spills
 

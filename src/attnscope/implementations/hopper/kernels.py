@@ -690,7 +690,7 @@ def _softmax(
         p = gl.exp2(s * scale - gl.expand_dims(base, 1))
     shrink = 1.0
     if not FIXED:
-        if NATURAL:
+        if NATURAL:  # noqa: SIM108
             shrink = gl.exp2((top - base) * 1.4426950408889634)
         else:
             shrink = gl.exp2(top - base)
