@@ -3,12 +3,14 @@
 Tiles are numpy arrays, mbarriers and named barriers are kept to their rules (a phase flips when arrivals and bytes are
 complete; a wait returns when the phase of that parity is over), asynchronous products read their operands when they
 are waited for, and loads land late. What a group reads or writes in shared memory itself, TMA is ordered after only by
-a fence. So a wrong phase, a slot that is overwritten while it is read, a missing fence or arrival or a deadlock shows.
+a fence; of two stores to one place the second waits until the first is written. So a wrong phase, a slot that is
+overwritten while it is read, a missing fence or arrival or a deadlock shows.
 What it cannot show is what the hardware does between the lines: registers, layouts.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -34,7 +36,8 @@ class Deadlock(RuntimeError):
 class Clock:
     """One lock for everything that waits; a waiter wakes when something changed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, overflows: bool = False) -> None:
+        self.overflows = overflows  # the kernel may meet infinities and what is no number, and knows them
         self.changed = threading.Condition()
         self.random = random.Random(seed)
         self.failed: BaseException | None = None
@@ -153,8 +156,8 @@ class Tile:
     def permute(self, order: tuple[int, ...]) -> Tile:
         return Tile(self.array.transpose(order), self.layout)
 
-    def to(self, dtype: Any) -> Tile:
-        return Tile(self.array.astype(dtype), self.layout)
+    def to(self, dtype: Any, bitcast: bool = False) -> Tile:
+        return Tile(self.array.view(dtype) if bitcast else self.array.astype(dtype), self.layout)
 
     def __invert__(self) -> Tile:
         return Tile(~self.array, self.layout)
@@ -221,7 +224,7 @@ class Queue(threading.local):
 class Language:
     """What the kernels call ``gl``."""
 
-    float32, bfloat16, int32, int64 = np.float32, BF16, np.int32, np.int64
+    float32, float16, bfloat16, int32, int64 = np.float32, np.float16, BF16, np.int32, np.int64
     static_range = staticmethod(range)
     expand_dims = staticmethod(lambda t, axis: Tile(np.expand_dims(t.array, axis), t.layout))
     convert_layout = staticmethod(lambda t, layout: Tile(t.array, layout))
@@ -239,8 +242,8 @@ class Language:
     NVMMADistributedLayout = staticmethod(lambda **_: "mma")
     DotOperandLayout = staticmethod(lambda **_: "operand")
 
-    def __init__(self, block: int, blocks: int) -> None:
-        self.block, self.blocks, self.named = block, blocks, Named()
+    def __init__(self, block: int, blocks: int, written: Any) -> None:
+        self.block, self.blocks, self.named, self.written = block, blocks, Named(), written
 
     def program_id(self, axis: int) -> Scalar:
         return Scalar(self.block)
@@ -280,6 +283,10 @@ class Language:
     def sum(self, t: Tile, axis: int) -> Any:
         whole = t.array.dtype.kind == "i"
         found = Tile(t.array.sum(axis, dtype=t.array.dtype if whole else np.float32), t.layout)
+        return found if found.array.ndim else _scalar(found)
+
+    def reduce(self, t: Tile, axis: int, combine: Any) -> Any:
+        found = functools.reduce(combine, (Tile(part) for part in np.moveaxis(t.array, axis, 0)))
         return found if found.array.ndim else _scalar(found)
 
     def load(self, places: Tile, mask: Any = None, other: Any = None) -> Any:
@@ -324,6 +331,9 @@ class Language:
             if kind == "bar.sync":
                 CLOCK.wait_for(lambda: self.named.completed.get(number, 0) >= turn, asm)
             return 0
+        if asm.startswith("{ cp.async.bulk.wait_group 0;"):
+            self.written()
+            return 0
         if asm in ("mov.b32 $0, $1;", "mov.b64 $0, $1;"):  # of a whole number or a pointer
             return args[0]
         return elementwise(asm, constraints.count("="), args, dtype, pack)
@@ -337,7 +347,8 @@ def side_by_side(calls: Any) -> None:
 
     def run(function: Any, arguments: Any) -> None:
         try:
-            function(*arguments)
+            with np.errstate(**({"all": "ignore"} if CLOCK.overflows else {})):
+                function(*arguments)
         except BaseException as error:
             with CLOCK.changed:
                 CLOCK.failed = CLOCK.failed or error
@@ -433,10 +444,11 @@ def load_tile(descriptor: Descriptor, at: Any, barrier: Barrier, shared: Shared)
 
 
 class Stores(threading.local):
-    """Stores of one group that are under way: what they will read."""
+    """Stores of one group that are under way: what they will read; and where what was read may not be written yet."""
 
     def __init__(self) -> None:
         self.queued: list[Any] = []
+        self.unwritten: list[Any] = []
 
 
 def names(block: int, blocks: int) -> dict[str, Any]:
@@ -464,6 +476,8 @@ def names(block: int, blocks: int) -> dict[str, Any]:
     def store_tile(descriptor: Descriptor, at: Any, shared: Shared) -> None:
         assert_ordered(shared, TOUCHED.arrays)
         TOUCHED.barrier()  # Triton's own, in front of the thread that stores
+        before = stores.unwritten + [one.places(there)[0] for one, there, _ in stores.queued]
+        assert descriptor.places(at)[0] not in before, "two stores to one place are not ordered"
         stores.queued.append((descriptor, at, shared))
 
     def stored(outstanding: int) -> None:
@@ -471,9 +485,14 @@ def names(block: int, blocks: int) -> dict[str, Any]:
             descriptor, at, shared = stores.queued.pop(0)
             outside, inside = descriptor.places(at)
             descriptor.array[outside] = shared.array[inside]
+            stores.unwritten.append(outside)
+
+    def written() -> None:
+        stored(0)
+        stores.unwritten.clear()
 
     return {
-        "gl": Language(block, blocks), "mbarrier": MBarrier(), "multiply": multiply, "multiplied": multiplied,
+        "gl": Language(block, blocks, written), "mbarrier": MBarrier(), "multiply": multiply, "multiplied": multiplied,
         "load_tile": load_tile, "store_tile": store_tile, "stored": stored, "fence_async_shared": TOUCHED.fence,
         "thread_barrier": TOUCHED.barrier,
     }  # fmt: skip
@@ -520,7 +539,7 @@ def run_plan(plan: Plan, inputs: Inputs, blocks: int, seed: int) -> tuple[Any, A
     of_block = [device_function("hopper_attention_forward", block, blocks) for block in range(blocks)]
     together = blocks if plan.queued else 1
     for first in range(0, blocks, together):
-        CLOCK.__init__(seed + first)  # type: ignore[misc]
+        CLOCK.__init__(seed + first, plan.fixed)  # type: ignore[misc]
         side_by_side([(run_block, (kernel,)) for kernel in of_block[first : first + together]])
     return torch.from_numpy(out), torch.from_numpy(lse).view(w.B, w.H, w.L)
 

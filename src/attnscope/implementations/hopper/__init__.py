@@ -208,6 +208,13 @@ class Plan:
         c, masked = self.configuration, self.workload.mask is not None
         return masked and c.persistent and c.queued and self.multiprocessors < self.tiles
 
+    @property
+    def fixed(self) -> bool:
+        """Whether maxima are fixed: not where blocks take tiles from a queue, for which ones they had is forgotten; nor
+        beside a bias where tiles need a mask of their rows, for that spills."""
+        spills = self.bias_kind != NO_BIAS and self.masked
+        return self.configuration.fixed_max and not self.queued and not spills
+
     def schedule(self, blocks: int) -> list[int]:
         """The table for a grid of ``blocks``."""
         costs = schedules.tile_costs(self.workload, self.configuration.rows, self.configuration.keys)
@@ -256,6 +263,7 @@ class Plan:
             "PINGPONG": c.pingpong,
             "OVERLAP": c.overlap,
             "LAZY_SUM": c.lazy_sum,
+            "FIXED": self.fixed,
             "PRODUCER_REGISTERS": c.producer_registers,
             "CONSUMER_REGISTERS": c.consumer_registers,
         }

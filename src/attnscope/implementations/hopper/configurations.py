@@ -36,7 +36,9 @@ class Configuration(Settings, owner="hopper"):
     tensor cores (without ``overlap``: at the exponentials); ``overlap``: P V beside the next tile's scores;
     ``lazy_sum``: a row's four lanes add up their sums after the last tile; ``bias_slots``: tiles of a bias that each
     group has in shared memory; ``queued``: under a bool mask blocks of a persistent grid take tiles from a queue, and
-    from no table; without one it says nothing.
+    from no table; without one it says nothing. ``fixed_max``: a row's maximum is that of its first tile of keys, and
+    what leaves the range of numbers is computed again by online softmax; where tiles come from a queue, or a bias meets
+    geometry or keys that fill no tile, it says nothing.
     """
 
     keys: int = 128
@@ -52,11 +54,12 @@ class Configuration(Settings, owner="hopper"):
     lazy_sum: bool = True
     bias_slots: int = 1
     queued: bool = False
+    fixed_max: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.groups}x{GROUP_ROWS}", f"keys {self.keys}", f"slots {self.slots}/{self.q_slots}"]
         words += [f"regs {self.producer_registers}/{self.consumer_registers}"]
-        names = ("persistent", "balanced", "queued", "pingpong", "overlap", "lazy_sum")
+        names = ("persistent", "balanced", "queued", "pingpong", "overlap", "lazy_sum", "fixed_max")
         return " ".join(words + [name for name in names if getattr(self, name)])
 
     @property
@@ -143,6 +146,7 @@ _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
 _ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
 _QUEUED = {"queued": True, "balanced": False}  # so do blocks themselves, and load the next while they work on one
+_FIXED = {"fixed_max": True}  # not measured yet: never first
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
@@ -173,15 +177,24 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
         ],
     },
     "mask": {
-        64: [_THREE | _ALONE | {"q_slots": 1}, _TWO | _ALONE | {"q_slots": 1}, _THREE | _QUEUED, _TWO | _QUEUED],
+        64: [
+            _THREE | _ALONE | {"q_slots": 1},
+            _TWO | _ALONE | {"q_slots": 1},
+            _THREE | _ALONE | {"q_slots": 1} | _FIXED,
+            _TWO | _ALONE | {"q_slots": 1} | _FIXED,
+            _THREE | _QUEUED,
+            _TWO | _QUEUED,
+        ],
         128: [
             _ALONE | {"slots": 6},
             _ALONE | {"slots": 6, "pingpong": False},
+            _ALONE | {"slots": 6} | _FIXED,
+            _ALONE | {"slots": 6, "pingpong": False} | _FIXED,
             _USUAL | _QUEUED,
             _USUAL | _QUEUED | {"pingpong": False},
             _QUEUED | {"slots": 6},
         ],
-        256: [_WIDE | _ALONE, _WIDE | _QUEUED],
+        256: [_WIDE | _ALONE, _WIDE | _ALONE | _FIXED, _WIDE | _QUEUED],
     },
     "mixed": {
         64: [_TWO | {"slots": 6}, _TWO | {"slots": 6, "pingpong": False}],
@@ -194,17 +207,31 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
             _THREE | {"slots": 6, "q_slots": 1, "pingpong": False},
             _THREE | {"q_slots": 1, "keys": 64, "bias_slots": 2},
             _TWO | {"slots": 6, "bias_slots": 2},
+            _THREE | {"slots": 6, "q_slots": 1} | _FIXED,
+            _THREE | {"slots": 6, "q_slots": 1, "pingpong": False} | _FIXED,
         ],
         128: [
             {"slots": 4, "bias_slots": 2},
             _USUAL | {"slots": 4},
             {"slots": 4, "bias_slots": 2, "pingpong": False},
+            {"slots": 4, "bias_slots": 2} | _FIXED,
+            _USUAL | {"slots": 4} | _FIXED,
         ],
         256: [_WIDE | {"slots": 4, "bias_slots": 2}, _WIDE | {"slots": 4}],
     },
     "bias32": {
-        64: [_THREE | {"keys": 64, "bias_slots": 2}, _TWO | {"keys": 64, "bias_slots": 2}],
-        128: [_USUAL | {"keys": 64, "slots": 6, "bias_slots": 2}, {"slots": 4}],
+        64: [
+            _THREE | {"keys": 64, "bias_slots": 2},
+            _TWO | {"keys": 64, "bias_slots": 2},
+            _THREE | {"keys": 64, "bias_slots": 2} | _FIXED,
+            _TWO | {"keys": 64, "bias_slots": 2} | _FIXED,
+        ],
+        128: [
+            _USUAL | {"keys": 64, "slots": 6, "bias_slots": 2},
+            {"slots": 4},
+            _USUAL | {"keys": 64, "slots": 6, "bias_slots": 2} | _FIXED,
+            {"slots": 4} | _FIXED,
+        ],
         256: [_WIDE | {"slots": 4}],
     },
 }

@@ -16,6 +16,10 @@ those between need no mask and hold no code for one. A bool mask is packed befor
 with it, into a list of the tiles of keys that a tile of rows sees, and a bit a score.
 **Bias** Tiles of it come by TMA through a ring of each group; one that has no rows, or no columns, is read in place.
 Scores then are natural ones: times log2(e) a bias near fp32's end would overflow.
+**Fixed maxima** With FIXED only a row's first tile of keys is online softmax; the others are computed with its maximum
+as it is: no maximum, no exchange between lanes, no rescaling. Weights may pass 1, which fp32 and bf16 do not mind. A
+group marks the tiles of rows where sums then left the range of numbers; the block computes those again by online
+softmax, after all others.
 
 Functions marked ``_device`` become Gluon's when :func:`load` is called; until then they are plain text. Scores are kept
 in units in which an exponential is one exp2. Barriers: ``full`` is completed by TMA's bytes, ``empty`` by one arrival a
@@ -404,11 +408,11 @@ def _load_rows(
 
 @_device
 def _producer(
-    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told,
+    q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, again,
     sizes, pointers, mask_sizes, bias_sizes,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, BATCH_FIRST: gl.constexpr, OVERLAP: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, BATCH_FIRST: gl.constexpr, OVERLAP: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads what the groups will read, in the order in which they read it."""
     H, _group, _L, _S, row_tiles, tiles, section, _window = sizes
@@ -431,6 +435,22 @@ def _producer(
                 GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, OVERLAP,
             )  # fmt: skip
             turn += 1
+    elif FIXED:
+        doubts, computed = again
+        marks = -1
+        for _ in range(2):  # all tiles, then those in doubt
+            for turn in range(_tiles_of_block(tiles, order)):
+                if _marked(marks, turn):
+                    number = _tile_number(turn, order)
+                    head, tile = _place_of_tile(number, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
+                    slot, phase, q_slot, q_phase, visits, _coming = _load_rows(
+                        head, tile, turn, slot, phase, q_slot, q_phase, visits,
+                        q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring,
+                        queue_told, sizes, pointers, mask_sizes, bias_sizes,
+                        GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, OVERLAP,
+                    )  # fmt: skip
+            mbarrier.wait(computed.index(0), 0)
+            marks = _all_marks(doubts, GROUPS, 1)
     else:
         for turn in range(_tiles_of_block(tiles, order)):
             head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
@@ -638,30 +658,51 @@ def _word_below(limit, zero):
 
 
 @_device
-def _softmax(s, top, total, scale, GUARDED: gl.constexpr, NATURAL: gl.constexpr, LAZY_SUM: gl.constexpr):
+def _softmax(
+    s, top, total, scale, GUARDED: gl.constexpr, NATURAL: gl.constexpr, LAZY_SUM: gl.constexpr, FIXED: gl.constexpr
+):  # fmt: skip
     """(P, maximum, sum, what earlier sums shrink by) after one more tile of scores; ``scale`` times them is in log2.
+
+    With FIXED the maximum stays ``top``, which is no infinity, and nothing shrinks.
 
     With NATURAL neither scores nor maximum are. Where the maximum is so large that it would overflow in log2, its
     neighbours lie so far apart that any unit tells who equals it.
     With LAZY_SUM each of the four lanes that hold a row sums what it holds; they are added up after the last tile.
     """
-    if NATURAL:
+    if FIXED:
+        peak = top
+        base = top
+    elif NATURAL:
         peak = gl.maximum(top, gl.max(s, 1))
         base = gl.where(peak == float("-inf"), 0.0, peak)
-        unit = gl.where(gl.abs(base) < 1e38, 1.4426950408889634, 0.5)
-        p = gl.exp2(s * gl.expand_dims(unit, 1) - gl.expand_dims(base * unit, 1))
-        shrink = gl.exp2((top - base) * 1.4426950408889634)
     else:
         peak = gl.maximum(top, gl.max(s, 1) * scale)
         base = peak
         if GUARDED:  # -inf less -inf is no number
             base = gl.where(peak == float("-inf"), 0.0, peak)
+    if NATURAL:
+        if FIXED:
+            p = gl.exp2(s * 1.4426950408889634 - gl.expand_dims(base * 1.4426950408889634, 1))
+        else:
+            unit = gl.where(gl.abs(base) < 1e38, 1.4426950408889634, 0.5)
+            p = gl.exp2(s * gl.expand_dims(unit, 1) - gl.expand_dims(base * unit, 1))
+    else:
         p = gl.exp2(s * scale - gl.expand_dims(base, 1))
-        shrink = gl.exp2(top - base)
+    shrink = 1.0
+    if not FIXED:
+        if NATURAL:  # noqa: SIM108
+            shrink = gl.exp2((top - base) * 1.4426950408889634)
+        else:
+            shrink = gl.exp2(top - base)
     if LAZY_SUM:
         parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
         more = gl.sum(gl.sum(parts, 3), 1)
-        total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, more.type.layout)), 1) + more
+        if FIXED:
+            total = total + more
+        else:
+            total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, more.type.layout)), 1) + more
+    elif FIXED:
+        total = total + gl.sum(p, 1)
     else:
         total = total * shrink + gl.sum(p, 1)
     return p, peak, total, shrink
@@ -673,7 +714,7 @@ def _one_more_tile(
     rows, low, high, offset, slope, scale, unit, cap,
     SLOTS: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     LAZY_SUM: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr, GUARDED: gl.constexpr,
-    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr,
+    CAPPED: gl.constexpr, PRESCALED: gl.constexpr, SLOPED: gl.constexpr, MASKED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the tile from ``key`` on, and P V of the tile before it beside them (OVERLAP) or ahead of them."""
     o_layout: gl.constexpr = acc.type.layout
@@ -700,7 +741,7 @@ def _one_more_tile(
             s, key, rows, low, high, words, added, S, offset, slope, scale, cap, masked,
             BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
-        p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
+        p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM, FIXED)
         acc = multiplied(0, deps=(sums,))
         mbarrier.arrive(empty.index(v_slot), count=1)
     else:
@@ -725,12 +766,72 @@ def _one_more_tile(
             s, key, rows, low, high, words, added, S, offset, slope, scale, cap, masked,
             BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
         )  # fmt: skip
-        p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM)
+        p32, top, total, shrink = _softmax(s, top, total, unit, GUARDED, BIAS != 0, LAZY_SUM, FIXED)
         if PINGPONG:
             _give_turn((W + 1) % GROUPS)
-    acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
+    if not FIXED:
+        acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
     p = gl.convert_layout(p32.to(q.dtype), p_layout)
     return next_slot, next_phase, acc, p, top, total
+
+
+@_device
+def _in_doubt(acc, total, HALF: gl.constexpr):
+    """Rows whose sums left the range in which they say what softmax is: 1, else 0; before a sink is added.
+
+    ``acc`` may overflow where sums do not; fp16's weights have no less than 2^-24, so a sum should not be small.
+    """
+    least: gl.constexpr = 0.5 if HALF else 1e-18
+    zero = gl.convert_layout(gl.sum(acc * 0.0, 1), total.type.layout)
+    return gl.where((total >= least) & (total <= 1e18) & (zero == 0.0), 0, 1)  # 1 of a NaN
+
+
+@_device
+def _log2(x):
+    """Of a positive number, not denormal. Below 2 the hardware errs by 2^-22, above by as much of the result."""
+    bits = x.to(gl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
+    return ((bits >> 23) - 127).to(gl.float32) + gl.log2(mantissa)
+
+
+@_device
+def _mark(doubts, W: gl.constexpr, turn, doubt):
+    """Each row of group W keeps in a word of its own whether it was in doubt in this turn; turns share 32 bits.
+
+    Where two turns share one, both tiles are computed again, which is right. Rows meet after all tiles: a reduction
+    over warps in the loop over tiles keeps a register of its own for good.
+    """
+    own = doubts.index(W)
+    own.store(own.load(doubt.type.layout) | (doubt << (turn & 31)))
+
+
+@_device
+def _all_marks(doubts, GROUPS: gl.constexpr, WARPS: gl.constexpr):
+    """The words of all rows of all groups as one, once all have computed their tiles; for a partition of WARPS."""
+    in_each_warp: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+    marks = doubts.index(0).load(in_each_warp)
+    for w in gl.static_range(1, GROUPS):
+        marks = marks | doubts.index(w).load(in_each_warp)
+    return gl.reduce(marks, 0, _or)
+
+
+@_device
+def _or(a, b):
+    return a | b
+
+
+@_device
+def _marked(marks, turn):
+    """Whether some group marked the tile of this turn."""
+    return (marks >> (turn & 31) & 1) != 0
+
+
+@_device
+def _written():
+    """Wait until outputs are written: what this thread stores afterwards comes later. ``stored`` waits for reads."""
+    gl.inline_asm_elementwise(
+        "{ cp.async.bulk.wait_group 0; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @_device
@@ -742,14 +843,17 @@ def _matrix(tile):
 @_device
 def _attend(
     head, tile, turn, slot, phase, q_slot, q_phase, visits, zero,
-    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, doubts, lse,
     sizes, pointers, mask_sizes, bias_sizes, scale, cap, W: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, PINGPONG: gl.constexpr,
-    OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, BLOCK_DV: gl.constexpr,
+    OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr, FIXED: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
-    """A group's 64 rows of one tile; returns the rings' state, and, of a queue, the number of the block's next tile."""
+    """A group's 64 rows of one tile; returns the rings' state, and, of a queue, the number of the block's next tile.
+
+    With FIXED, marks the turn in ``doubts`` where the tile must be computed again without.
+    """
     H, _group, L, S, _row_tiles, _tiles, _section, window = sizes
     lengths, starts, ends, slopes, sinks, _order, words, lists, bias_pointer = pointers
     queue, told = queue_told
@@ -835,7 +939,12 @@ def _attend(
         offset, slope, scale, cap, needs, BIAS, CAPPED, PRESCALED, SLOPED, MASKED,
     )  # fmt: skip
     top = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    p32, top, total, _ = _softmax(s, top, 0.0, unit, GUARDED, BIAS != 0, LAZY_SUM)
+    p32, top, total, _ = _softmax(s, top, 0.0, unit, GUARDED, BIAS != 0, LAZY_SUM, False)
+    if FIXED:
+        several = count > 1
+        top = gl.where((top == float("-inf")) & several, 0.0, top)  # a row without a key in the first tile
+        if BIAS:  # the largest numbers have another unit: no number, so that the row is computed again
+            top = gl.where((gl.abs(top) >= 1e38) & several, float("nan"), top)
     p = gl.convert_layout(p32.to(q.dtype), p_layout)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
     for j in range(1, count):
@@ -848,7 +957,7 @@ def _attend(
             q, ring, full, empty, slot, phase, acc, p, top, total, zero,
             rows, low, high, offset, slope, scale, unit, cap,
             SLOTS, GROUPS, W, PINGPONG, OVERLAP, LAZY_SUM, BIAS, BIAS_SLOTS, GUARDED,
-            CAPPED, PRESCALED, SLOPED, MASKED,
+            CAPPED, PRESCALED, SLOPED, MASKED, FIXED,
         )  # fmt: skip
         if BIAS == 1:
             visits += 1
@@ -866,6 +975,9 @@ def _attend(
     weight = 1.0
     if LAZY_SUM:
         total = gl.convert_layout(gl.sum(total, 1), row_layout)
+    if FIXED:
+        doubt = _in_doubt(acc, total, q.dtype == gl.float16)
+        _mark(doubts, W, turn, gl.where((rows < L) & several, doubt, 0))
     peak = top
     if sinks is not None:  # one more score, without a value
         sink = gl.load(sinks + h) * (1.0 if BIAS else 1.4426950408889634)
@@ -876,10 +988,14 @@ def _attend(
     seen = total != 0.0  # a NaN stays one
     safe = gl.where(seen, total, 1.0)
     inverse = gl.where(seen, weight / safe, 0.0)
-    if BIAS:  # noqa: SIM108
-        natural = peak + gl.log2(safe) * 0.6931471805599453
+    if FIXED:  # noqa: SIM108  where sums may be large
+        exponent = _log2(safe)
     else:
-        natural = (peak + gl.log2(safe)) * 0.6931471805599453
+        exponent = gl.log2(safe)
+    if BIAS:  # noqa: SIM108
+        natural = peak + exponent * 0.6931471805599453
+    else:
+        natural = (peak + exponent) * 0.6931471805599453
     natural = gl.where(seen, natural, float("-inf"))
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
     if GUARDED:  # noqa: SIM108
@@ -900,18 +1016,19 @@ def _attend(
 
 @_device
 def _consumer(
-    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, again, lse,
     sizes, pointers, mask_sizes, bias_sizes, scale, cap, W: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, BIAS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
-    KEYS: gl.constexpr, BLOCK_DV: gl.constexpr,
+    FIXED: gl.constexpr, KEYS: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """One group of 128 threads: 64 rows of each tile."""
     H, _group, _L, _S, row_tiles, tiles, section, _window = sizes
     _lengths, _starts, _ends, _slopes, _sinks, order, _words, _lists, _bias = pointers
     queue, _told = queue_told
+    doubts, computed = again
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     ROWS: gl.constexpr = q_s.shape[3]
     zero = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
@@ -922,6 +1039,8 @@ def _consumer(
     visits = 0
     if PINGPONG and W == GROUPS - 1:
         _give_turn(0)
+    if FIXED:
+        doubts.index(W).store(gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout)))
     coming = _tile_number(0, order)
     if queue is not None:
         turn = 0
@@ -929,23 +1048,43 @@ def _consumer(
             head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
             slot, phase, q_slot, q_phase, visits, coming = _attend(
                 head, tile, turn, slot, phase, q_slot, q_phase, visits, zero,
-                o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, doubts, lse,
                 sizes, pointers, mask_sizes, bias_sizes, scale, cap, W,
                 GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, BLOCK_DV,
+                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, FIXED, BLOCK_DV,
             )  # fmt: skip
             turn += 1
     else:
-        for turn in range(_tiles_of_block(tiles, order)):
+        count = _tiles_of_block(tiles, order)
+        if FIXED:
+            count = gl.maximum(count, 1)
+        for turn in range(count):
             head, tile = _place_of_tile(coming, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
             coming = _tile_number(turn + 1, order)  # early: nobody waits for it
             slot, phase, q_slot, q_phase, visits, _coming = _attend(
                 head, tile, turn, slot, phase, q_slot, q_phase, visits, zero,
-                o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, doubts, lse,
                 sizes, pointers, mask_sizes, bias_sizes, scale, cap, W,
                 GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, BLOCK_DV,
+                PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, FIXED, BLOCK_DV,
             )  # fmt: skip
+    if FIXED:
+        _written()
+        thread_barrier()  # all four warps have written the group's marks
+        mbarrier.arrive(computed.index(0), count=1)
+        mbarrier.wait(computed.index(0), 0)
+        marks = _all_marks(doubts, GROUPS, 4)
+        for turn in range(gl.where(marks != 0, count, 0)):
+            if _marked(marks, turn):
+                number = _tile_number(turn, order)
+                head, tile = _place_of_tile(number, H, row_tiles, tiles, section, LONGEST_FIRST, BATCH_FIRST)
+                slot, phase, q_slot, q_phase, visits, _coming = _attend(
+                    head, tile, 1, slot, phase, q_slot, q_phase, visits, zero,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, doubts, lse,
+                    sizes, pointers, mask_sizes, bias_sizes, scale, cap, W,
+                    GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
+                    PRESCALED, PINGPONG, OVERLAP, LAZY_SUM, False, BLOCK_DV,
+                )  # fmt: skip
     stored(0)
     if PINGPONG and W == 0:
         _wait_turn(0)
@@ -964,7 +1103,7 @@ def hopper_attention_forward(
     CAUSAL: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
     GUARDED: gl.constexpr, CAPPED: gl.constexpr, PRESCALED: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BATCH_FIRST: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, LAZY_SUM: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    FIXED: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all tiles; see the module's docstring."""
     dtype: gl.constexpr = q_desc.dtype
@@ -1000,6 +1139,13 @@ def hopper_attention_forward(
         queue_told = (queue, (numbers, gl.allocate_shared_memory(gl.int32, [2, 32], words_layout)))
     else:
         queue_told = (queue, (queue, queue))  # None
+    if FIXED:
+        marks_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        computed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(computed.index(0), count=GROUPS)
+        again = (gl.allocate_shared_memory(gl.int32, [GROUPS, ROWS], marks_layout), computed)
+    else:
+        again = (None, None)
     sizes = (H, group, L, S, row_tiles, tiles, section, window)
     pointers = (lengths, starts, ends, slopes, sinks, order, words, lists, bias)
     mask_sizes = (list_batch, list_head, list_step, words_step)
@@ -1009,22 +1155,22 @@ def hopper_attention_forward(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, again, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, FIXED, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, again, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, FIXED, KEYS, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
-                    bias_ring, queue_told, sizes, pointers, mask_sizes, bias_sizes,
+                    bias_ring, queue_told, again, sizes, pointers, mask_sizes, bias_sizes,
                     GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
-                    BATCH_FIRST, OVERLAP,
+                    BATCH_FIRST, OVERLAP, FIXED,
                 )),
             ],
             [4, 1],
@@ -1034,28 +1180,28 @@ def hopper_attention_forward(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, again, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(0),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, FIXED, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, again, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(1),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, FIXED, KEYS, BLOCK_DV,
                 )),
                 (_consumer, (
-                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, lse,
+                    o_desc, q_s, ring, q_full, q_empty, full, empty, bias_ring, queue_told, again, lse,
                     sizes, pointers, mask_sizes, bias_sizes, scale, cap, gl.constexpr(2),
                     GROUPS, SLOTS, Q_SLOTS, BIAS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, GUARDED, CAPPED,
-                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, KEYS, BLOCK_DV,
+                    PRESCALED, LONGEST_FIRST, BATCH_FIRST, PINGPONG, OVERLAP, LAZY_SUM, FIXED, KEYS, BLOCK_DV,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, bias_desc, q_s, ring, q_full, q_empty, full, empty,
-                    bias_ring, queue_told, sizes, pointers, mask_sizes, bias_sizes,
+                    bias_ring, queue_told, again, sizes, pointers, mask_sizes, bias_sizes,
                     GROUPS, SLOTS, Q_SLOTS, BIAS_SLOTS, CAUSAL, BOTTOM_RIGHT, WINDOWED, MASKED, LONGEST_FIRST,
-                    BATCH_FIRST, OVERLAP,
+                    BATCH_FIRST, OVERLAP, FIXED,
                 )),
             ],
             [4, 4, 1],
