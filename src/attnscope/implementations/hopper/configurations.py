@@ -150,7 +150,13 @@ _FIXED = {"fixed_max": True}  # not measured yet: never first
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],
-        128: [_USUAL, {"slots": 6}, _USUAL | {"pingpong": False}],
+        128: [
+            _USUAL,
+            {"slots": 6},
+            _USUAL | {"pingpong": False},
+            _USUAL | _FIXED,
+            _USUAL | {"pingpong": False} | _FIXED,
+        ],
         256: [_WIDE, _WIDE | {"pingpong": True}],
     },
     "uneven": {
@@ -168,6 +174,7 @@ _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
             _USUAL | {"balanced": False},
             {"slots": 6, "persistent": False, "balanced": False},
             {"slots": 6},
+            _USUAL | _FIXED,
         ],
         256: [
             _WIDE,
