@@ -234,6 +234,7 @@ CHOICES: dict[tuple[int, ...], tuple[Configuration, ...]] = {
         Configuration(2, 128, 4, **TABLE, query_slots=2, **FIXED),
         Configuration(2, 128, 4, **TABLE, query_slots=2, **EARLY),
         Configuration(4, 64, 10, False, **TABLE, query_slots=2, **ALTERNATE, **EARLY),
+        Configuration(3, 128, 4, **TABLE, query_slots=2),
     ),
     (64, True, False): (
         Configuration(4, 64, 10, False, **TABLE, query_slots=2, **FIXED),
