@@ -116,7 +116,7 @@ def run_once(emulator, configuration: Configuration, text: str):
 
 @pytest.mark.long
 def test_groups_change_places_so_that_two_heads_are_as_much_for_each(emulated, tmp_path, monkeypatch):  # noqa: F811
-    sums = "total[r] > 0.0f ? rows.top[r] * results.scale + log_fast(total[r]) : negative_infinity()"
+    sums = "total[r] > 0.0f ? add_log(rows.top[r] * results.scale, total[r]) : negative_infinity()"
     change_source(tmp_path, monkeypatch, sums, "index")
     groups = run_once(emulated, dataclasses.replace(FOUR, keys=16), HEADS.format(2)).lse[0].long()
     seen = torch.zeros(2, 4, dtype=torch.long).scatter_add_(1, groups, torch.arange(1, 257).expand(2, -1))

@@ -272,7 +272,7 @@ def test_pieces_that_are_dealt_wrongly_are_noticed(emulated, cheap, monkeypatch,
                 ("float weight = factor * worth(", "float weight = worth("),
                 ("total += part_row.y * worth(part_row, top, scale2);", "total += part_row.y;"),
                 ("exp2_fast((part_row.x - top) * scale2)", "exp2_fast((part_row.x - top) * scale)"),
-                ("top * scale + log_fast(total)", "top * scale2 + __logf(total)"),
+                ("add_log(top * scale, total)", "add_log(top * scale2, total)"),
                 ("row_tiles - 1 - tile % row_tiles", "tile % row_tiles"),
                 ("int part = pieces[i] * piece_rows + in_piece;", "int part = i * piece_rows + in_piece;"),
             )

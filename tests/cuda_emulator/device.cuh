@@ -55,7 +55,7 @@ inline float exp_fast(float x) { return expf(x); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline void hide(int&) {}
 inline int blocks_of_grid() { return gridDim.x; }
-inline float log_fast(float x) { return logf(x); }
+inline float add_log(float x, float total) { return x + logf(total); }
 
 inline float warp_sum(float x) {
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);

@@ -74,12 +74,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Natural logarithm of x > 0, not denormal, to about 2e-7 + 1e-7 of the result. The hardware's is as near below 2 alone:
-// its error grows with the result, and sums of weights may be large.
-__device__ __forceinline__ float log_fast(float x) {
-  unsigned bits = __float_as_uint(x);
-  if (bits >= 0x7f800000u) return x;  // infinite, or none
-  return fmaf((float)((int)(bits >> 23) - 127), LN_2, __logf(__uint_as_float((bits & 0x7fffffu) | 0x3f800000u)));
+// x + log(total), total > 0 and not denormal. The hardware's logarithm is exact to 2e-7 below 2 alone, and sums of weights may
+// be large; so exponent and mantissa are taken apart, and what is large is added last, in one rounding: log(2) as a sum of
+// which the first part has 13 bits.
+__device__ __forceinline__ float add_log(float x, float total) {
+  unsigned bits = __float_as_uint(total);
+  if (bits >= 0x7f800000u) return total;  // infinite, or none
+  float exponent = (float)((int)(bits >> 23) - 127), mantissa = __uint_as_float((bits & 0x7fffffu) | 0x3f800000u);
+  return fmaf(exponent, 0.693115234375f, x + fmaf(exponent, 3.194618494e-5f, __logf(mantissa)));
 }
 
 // Sum and maximum over a warp; every lane gets the result. All 32 lanes must call.

@@ -211,8 +211,8 @@ class Plan:
     @property
     def fixed(self) -> bool:
         """Whether maxima are fixed: not where blocks take tiles from a queue, for which ones they had is forgotten; nor
-        beside a bias where tiles need a mask of their rows, for that spills."""
-        spills = self.bias_kind != NO_BIAS and self.masked
+        where that spills: of packed sequences, and beside a bias where tiles need a mask of their rows."""
+        spills = self.workload.packed is not None or (self.bias_kind != NO_BIAS and self.masked)
         return self.configuration.fixed_max and not self.queued and not spills
 
     def schedule(self, blocks: int) -> list[int]:

@@ -37,8 +37,8 @@ class Configuration(Settings, owner="hopper"):
     ``lazy_sum``: a row's four lanes add up their sums after the last tile; ``bias_slots``: tiles of a bias that each
     group has in shared memory; ``queued``: under a bool mask blocks of a persistent grid take tiles from a queue, and
     from no table; without one it says nothing. ``fixed_max``: a row's maximum is that of its first tile of keys, and
-    what leaves the range of numbers is computed again by online softmax; where tiles come from a queue, or a bias meets
-    geometry or keys that fill no tile, it says nothing.
+    what leaves the range of numbers is computed again by online softmax; where tiles come from a queue, sequences are
+    packed, or a bias meets geometry or keys that fill no tile, it says nothing.
     """
 
     keys: int = 128

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   float factor = total > 0.0f ? 1.0f / total : 0.0f;
   if (threadIdx.x % LANES == 0)
-    lse[(i64)head * L + row] = total > 0.0f ? top * scale + log_fast(total) : negative_infinity();
+    lse[(i64)head * L + row] = total > 0.0f ? add_log(top * scale, total) : negative_infinity();
   T16* to = out + head / H * ob + head % H * oh + row * ot;
   for (int column = threadIdx.x % LANES * 8; column < DIMS; column += LANES * 8) {
     float sum[8] = {};

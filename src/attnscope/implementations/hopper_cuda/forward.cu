@@ -557,7 +557,7 @@ struct Group {
         if (part) results.part_rows[part_row + 8 * r] = make_float2(rows.top[r], total[r]);
         else
           results.lse[(i64)work.head * shape.L + row + 8 * r] =
-              total[r] > 0.0f ? rows.top[r] * results.scale + log_fast(total[r]) : negative_infinity();
+              total[r] > 0.0f ? add_log(rows.top[r] * results.scale, total[r]) : negative_infinity();
       }
     }
 #if FIXED_MAX
