@@ -665,8 +665,8 @@ def _softmax(
 
     With FIXED the maximum stays ``top``, which is no infinity, and nothing shrinks.
 
-    With NATURAL neither scores nor maximum are. Where the maximum is so large that it would overflow in log2, its
-    neighbours lie so far apart that any unit tells who equals it.
+    With NATURAL neither scores nor maximum are. From 2^26 on a score is rounded to 4 or more, so that any unit will do:
+    there it is 1, whose products are exact; log2(e) times the maximum is rounded by more than weights may be large.
     With LAZY_SUM each of the four lanes that hold a row sums what it holds; they are added up after the last tile.
     """
     if FIXED:
@@ -684,7 +684,7 @@ def _softmax(
         if FIXED:
             p = gl.exp2(s * 1.4426950408889634 - gl.expand_dims(base * 1.4426950408889634, 1))
         else:
-            unit = gl.where(gl.abs(base) < 1e38, 1.4426950408889634, 0.5)
+            unit = gl.where(gl.abs(base) < 67108864.0, 1.4426950408889634, 1.0)
             p = gl.exp2(s * gl.expand_dims(unit, 1) - gl.expand_dims(base * unit, 1))
     else:
         p = gl.exp2(s * scale - gl.expand_dims(base, 1))
@@ -944,7 +944,7 @@ def _attend(
         several = count > 1
         top = gl.where((top == float("-inf")) & several, 0.0, top)  # a row without a key in the first tile
         if BIAS:  # the largest numbers have another unit: no number, so that the row is computed again
-            top = gl.where((gl.abs(top) >= 1e38) & several, float("nan"), top)
+            top = gl.where((gl.abs(top) >= 67108864.0) & several, float("nan"), top)
     p = gl.convert_layout(p32.to(q.dtype), p_layout)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
     for j in range(1, count):
