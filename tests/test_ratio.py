@@ -179,6 +179,18 @@ def test_a_suite_over_several_runs_is_one_and_the_newest_run_of_a_shape_counts()
     assert [(s.device, s.shapes) for s in found] == [("NVIDIA H200", 20), ("NVIDIA H100", 12)]
 
 
+def test_a_newer_run_without_sustained_load_leaves_the_older_one_that_has_it() -> None:
+    first, second = rival_run(GRID[:2]), rival_run(GRID[:1], {"hopper": 1.0, "sdpa_cudnn": 2.0}, created=LATER)
+    without = tuple(
+        r.with_changes(forward=replace(r.forward, sustained_ms_median=None, joules_per_call=None))
+        for r in second.results
+    )
+    before, suite = suite_of(first), suite_of(first, replace(second, results=without))
+    assert [round(row.ratio, 2) for row in suite.rows] == [2.0, 1.05]
+    assert suite.sustained == before.sustained and suite.energy == before.energy
+    assert suite_of(first, second).sustained != before.sustained
+
+
 @pytest.mark.parametrize(
     ("present", "shown"),
     [

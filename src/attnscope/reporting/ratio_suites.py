@@ -1,13 +1,14 @@
 """Stage 7: the ratios of one implementation summed up by suite, over all runs of a card.
 
 Reads Ratios, writes SuiteRatios. Must not import torch. A suite may be spread over several runs (``compare --budget``):
-each ratio is of one run, and of a workload in several runs the newest counts.
+each ratio is of one run, and of a workload in several runs the newest counts that measured it: many runs are without
+sustained load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnscope.reporting.ratio import NOT_RECORDED, VERDICTS, RatioRow, Ratios, geometric_mean
 from attnscope.suites import SUITES
@@ -79,7 +80,9 @@ def suites_of(found: Sequence[Ratios]) -> list[SuiteRatios]:
         rows: dict[Key, tuple[RatioRow, str]] = {}
         without: dict[Key, str] = {}
         for ratios in runs:
-            rows |= {(row.workload, row.direction): (row, ratios.created) for row in ratios.rows}
+            for row in ratios.rows:
+                key = row.workload, row.direction
+                rows[key] = _with_load_of(rows[key][0] if key in rows else None, row), ratios.created
             without |= {(left.workload, left.direction): left.reason for left in ratios.without}
         without = {key: reason for key, reason in without.items() if key not in rows}
         for direction in sorted({direction for _, direction in (*rows, *without)}, reverse=True):
@@ -88,6 +91,16 @@ def suites_of(found: Sequence[Ratios]) -> list[SuiteRatios]:
             for suite, texts in _suites_shown((*here, *left)).items():
                 made.append(_summary(runs[0].implementation, suite, texts, direction, device, here, left))
     return made
+
+
+def _with_load_of(older: RatioRow | None, row: RatioRow) -> RatioRow:
+    """The row, with an older one's ratios under sustained load where it has none."""
+    if older is None or row.sustained_ratio is not None:
+        return row
+    return replace(
+        row, sustained_rival=older.sustained_rival, sustained_ratio=older.sustained_ratio,
+        energy_rival=older.energy_rival, energy_ratio=older.energy_ratio,
+    )  # fmt: skip
 
 
 def _suites_shown(present: Iterable[str]) -> dict[str, tuple[str, ...]]:
