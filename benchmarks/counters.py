@@ -57,7 +57,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], float]] = {
     "issue slots, %": ((r"sm(sp)?__inst_issued" + ACTIVE, r"smsp__issue_active\.avg\.pct\w*"), 1),
     "L2, %": ((r"lts__throughput" + ELAPSED, r"lts__t_sectors" + ELAPSED), 1),
     "memory, %": ((r"gpu__dram_throughput" + ELAPSED, r"dram__throughput" + ELAPSED), 1),
-    "clock, MHz": ((r"sm(sp)?__cycles_elapsed\.avg\.per_second",), 1e6),
+    "clock, MHz": ((r"(sm|smsp|gpc)__cycles_elapsed\.avg\.per_second",), 1e6),
 }
 KEPT = re.compile(r"pipe_|throughput|issue|cycles_(active|elapsed)|time_duration|registers|grid|block_size")
 
