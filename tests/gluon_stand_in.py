@@ -159,6 +159,9 @@ class Tile:
     def to(self, dtype: Any, bitcast: bool = False) -> Tile:
         return Tile(self.array.view(dtype) if bitcast else self.array.astype(dtype), self.layout)
 
+    def __neg__(self) -> Tile:
+        return Tile(-self.array, self.layout)
+
     def __invert__(self) -> Tile:
         return Tile(~self.array, self.layout)
 
@@ -194,6 +197,13 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, Tile) and value.array.ndim == 0 and value.memory is None:
         value = value.array[()]
     return Scalar(value) if isinstance(value, bool | np.bool_ | int | np.integer) else value
+
+
+def _fused(x: Tile, y: Any, z: Tile) -> Any:
+    """x y + z rounded once: products of two fp32 numbers are exact in float64."""
+    factor = y.array.astype(np.float64) if isinstance(y, Tile) else float(np.float32(y))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (x.array.astype(np.float64) * factor + z.array.astype(np.float64)).astype(np.float32)
 
 
 class Named:
@@ -234,6 +244,7 @@ class Language:
     split = staticmethod(lambda t: (Tile(t.array[..., 0], t.layout), Tile(t.array[..., 1], t.layout)))
     BlockedLayout = staticmethod(lambda *_: "blocked")
     SwizzledSharedLayout = staticmethod(lambda *_: "rows")
+    fma = staticmethod(lambda x, y, z: Tile(_fused(x, y, z), x.layout))
     exp2 = staticmethod(lambda t: Tile(np.exp2(t.array.astype(np.float32)), t.layout))
     log2 = staticmethod(lambda t: Tile(np.log2(t.array), t.layout))
     abs = staticmethod(lambda t: Tile(np.abs(t.array), t.layout))

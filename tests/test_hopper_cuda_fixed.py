@@ -100,7 +100,7 @@ def test_numbers_that_are_none_stay_none_and_others_are_right(emulated):  # noqa
         ("      wait_for(&barriers->all_computed, 0);\n      if (barriers", "      if (barriers"),
         ("make_barrier(&barriers->all_computed, GROUPS);", "make_barrier(&barriers->all_computed, 1);"),
         ("    bool fine = zero == 0.0f;\n", "    bool fine = true;\n"),
-        ("total[r] >= least_sum(T16())", "total[r] >= 0.0f"),
+        ("total[r] >= least_sum(T16(), rows.top[r], shape.S)", "total[r] >= 0.0f"),
     ],
 )
 def test_the_emulator_sees_what_fixed_maxima_may_lack(emulated, tmp_path, monkeypatch, stands, instead):  # noqa: F811

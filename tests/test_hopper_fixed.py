@@ -128,22 +128,52 @@ def test_a_sink_far_below_is_all_that_a_row_without_keys_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("half", "total", "acc", "doubt"),
+    ("half", "total", "acc", "doubt", "top"),
     [
-        (False, 1.0, 1.0, 0), (False, 1e-17, 1.0, 0), (False, 1e-19, 1.0, 1), (False, 1e17, 1.0, 0),
-        (False, 1e19, 1.0, 1), (False, float("nan"), 1.0, 1), (False, 1.0, float("inf"), 1),
-        (False, 1.0, float("nan"), 1), (False, 1.0, 3e38, 0), (True, 0.6, 1.0, 0), (True, 0.4, 1.0, 1),
+        (True, 3.0, 1.0, 1, 0.0), (True, 5.0, 1.0, 0, 0.0), (False, 3.0, 1.0, 0, 0.0),  # 0 may have been put in
+        *((*case, 2.0) for case in (
+            (False, 1.0, 1.0, 0), (False, 1e-17, 1.0, 0), (False, 1e-19, 1.0, 1), (False, 1e17, 1.0, 0),
+            (False, 1e19, 1.0, 1), (False, float("nan"), 1.0, 1), (False, 1.0, float("inf"), 1),
+            (False, 1.0, float("nan"), 1), (False, 1.0, 3e38, 0), (True, 0.6, 1.0, 0), (True, 0.4, 1.0, 1),
+        )),
     ],
 )  # fmt: skip
-def test_what_is_in_doubt(half: bool, total: float, acc: float, doubt: int) -> None:
-    """A row's sum of weights, and its sums of values, of which one is looked at here beside ordinary ones."""
+def test_what_is_in_doubt(half: bool, total: float, acc: float, doubt: int, top: float) -> None:
+    """A row's sum of weights of 32,768 keys, and its sums of values, of which one is looked at beside ordinary ones."""
     import numpy as np
 
-    totals, sums = np.full(4, 1.0, np.float32), np.ones((4, 8), np.float32)
-    totals[2], sums[2, 5] = total, acc
+    totals, sums, tops = np.ones(4, np.float32), np.ones((4, 8), np.float32), np.full(4, 2.0, np.float32)
+    totals[2], sums[2, 5], tops[2] = total, acc, top
     with np.errstate(invalid="ignore"):
-        found = device_function("_in_doubt")(Tile(sums, "o"), Tile(totals, "rows"), half)
+        found = device_function("_in_doubt")(Tile(sums, "o"), Tile(tops, "rows"), Tile(totals, "rows"), 32768, half)
     assert found.array.tolist() == [0, 0, doubt, 0]
+
+
+def test_a_logarithm_of_what_is_no_number_is_none() -> None:
+    import numpy as np
+
+    totals = np.array([1.0, 3.0, 1e18, 2**-40, np.inf, np.nan, -np.nan], np.float32)
+    found = device_function("_log2")(Tile(totals, "rows")).array
+    assert np.allclose(found[:5], np.log2(totals[:5]), rtol=1e-6) and np.isnan(found[5:]).all()
+
+
+@pytest.mark.parametrize("base", [0.0, -3.0, -1e4, -3e6, -1e8, -1e9, 1e30, -3.3e38])
+def test_weights_beside_a_large_bias_are_relative_to_one_number(base: float) -> None:
+    """Online, two tiles whose maxima differ: as softmax in float64 of the same fp32 scores."""
+    import numpy as np
+
+    step = float(np.spacing(np.float32(abs(base)))) or 1.0
+    first, second = (np.full((64, 16), base, np.float32) for _ in range(2))
+    first[:, 3], second[:, 5] = np.float32(base - step), np.float32(base + step)
+    top, total, parts = Tile(np.full(64, -np.inf, np.float32), "rows"), 0.0, []
+    for scores in (first, second):
+        p, top, total, shrink = device_function("_softmax")(
+            Tile(scores, "s"), top, total, 1.0, True, True, False, False
+        )
+        parts = [part * shrink.array[:, None] for part in parts] + [p.array]
+    truth = np.exp(np.concatenate([first, second], 1).astype(np.float64) - float(second.max()))
+    truth /= truth.sum(1, keepdims=True)
+    assert np.abs(np.concatenate(parts, 1) / total.array[:, None] - truth).max() < 1e-5
 
 
 def test_turns_share_bits() -> None:
@@ -183,7 +213,7 @@ def test_every_option_is_right_whatever_scores_do(text: str, configuration: Conf
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("value", [-torch.inf, -3.3e38, -1e30, 3e38])
+@pytest.mark.parametrize("value", [-torch.inf, -3.3e38, -1e30, -1e9, -1e4, 3e38])
 def test_a_bias_as_large_as_numbers_go(value: float) -> None:
     """A row of the least finite number sees every key alike; -inf hides as a mask does."""
 

@@ -146,7 +146,7 @@ _USUAL = {"slots": 5, "q_slots": 2}
 _WIDE = {"slots": 5, "keys": 64, "pingpong": False}
 _ALONE = {"persistent": False, "balanced": False}  # the card deals tiles: nobody knows what a bool mask leaves of one
 _QUEUED = {"queued": True, "balanced": False}  # so do blocks themselves, and load the next while they work on one
-_FIXED = {"fixed_max": True}  # not measured yet: never first
+_FIXED = {"fixed_max": True}  # never first: a table says where it won
 _CANDIDATES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "full": {
         64: [_THREE, _TWO, _THREE | {"pingpong": False}, _THREE | {"pingpong": False, "overlap": False}],

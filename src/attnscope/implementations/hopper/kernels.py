@@ -665,8 +665,9 @@ def _softmax(
 
     With FIXED the maximum stays ``top``, which is no infinity, and nothing shrinks.
 
-    With NATURAL neither scores nor maximum are. From 2^26 on a score is rounded to 4 or more, so that any unit will do:
-    there it is 1, whose products are exact; log2(e) times the maximum is rounded by more than weights may be large.
+    With NATURAL neither scores nor maximum are. What weights are relative to is then the maximum in log2 as rounded,
+    the same for all of a row. Where rounding would make weights too large for fp16, scores are 16 apart or more, and
+    the unit is 2, whose products are exact, or a half near the end of numbers.
     With LAZY_SUM each of the four lanes that hold a row sums what it holds; they are added up after the last tile.
     """
     if FIXED:
@@ -682,16 +683,18 @@ def _softmax(
             base = gl.where(peak == float("-inf"), 0.0, peak)
     if NATURAL:
         if FIXED:
-            p = gl.exp2(s * 1.4426950408889634 - gl.expand_dims(base * 1.4426950408889634, 1))
+            p = gl.exp2(gl.fma(s, 1.4426950408889634, -gl.expand_dims(_rounded(base * 1.4426950408889634), 1)))
         else:
-            unit = gl.where(gl.abs(base) < 67108864.0, 1.4426950408889634, 1.0)
-            p = gl.exp2(s * gl.expand_dims(unit, 1) - gl.expand_dims(base * unit, 1))
+            exact = gl.where(gl.abs(base) < 1e38, 2.0, 0.5)
+            unit = gl.where(gl.abs(base) < 1.8e8, 1.4426950408889634, exact)
+            rounded = _rounded(base * unit)
+            p = gl.exp2(gl.fma(s, gl.expand_dims(unit, 1), -gl.expand_dims(rounded, 1)))
     else:
         p = gl.exp2(s * scale - gl.expand_dims(base, 1))
     shrink = 1.0
     if not FIXED:
         if NATURAL:  # noqa: SIM108
-            shrink = gl.exp2((top - base) * 1.4426950408889634)
+            shrink = gl.exp2(_rounded(top * unit) - rounded)
         else:
             shrink = gl.exp2(top - base)
     if LAZY_SUM:
@@ -706,6 +709,14 @@ def _softmax(
     else:
         total = total * shrink + gl.sum(p, 1)
     return p, peak, total, shrink
+
+
+@_device
+def _rounded(product):
+    """A product as a number, which the compiler cannot take into a sum unrounded."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [product], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @_device
@@ -776,12 +787,15 @@ def _one_more_tile(
 
 
 @_device
-def _in_doubt(acc, total, HALF: gl.constexpr):
+def _in_doubt(acc, top, total, S, HALF: gl.constexpr):
     """Rows whose sums left the range in which they say what softmax is: 1, else 0; before a sink is added.
 
-    ``acc`` may overflow where sums do not; fp16's weights have no less than 2^-24, so a sum should not be small.
+    ``acc`` may overflow where sums do not; fp16's weights have no less than 2^-24, so a sum should not be small, least
+    of all where 0 was put in for a maximum: it may be of many weights, none of them near 1.
     """
-    least: gl.constexpr = 0.5 if HALF else 1e-18
+    least = 1e-18
+    if HALF:
+        least = gl.where(top == 0.0, gl.maximum(0.5, S * 0.0001220703125), 0.5)
     zero = gl.convert_layout(gl.sum(acc * 0.0, 1), total.type.layout)
     return gl.where((total >= least) & (total <= 1e18) & (zero == 0.0), 0, 1)  # 1 of a NaN
 
@@ -791,7 +805,8 @@ def _log2(x):
     """Of a positive number, not denormal. Below 2 the hardware errs by 2^-22, above by as much of the result."""
     bits = x.to(gl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
-    return ((bits >> 23) - 127).to(gl.float32) + gl.log2(mantissa)
+    found = ((bits >> 23) - 127).to(gl.float32) + gl.log2(mantissa)
+    return gl.where(x < float("inf"), found, x)  # what is infinite or none stays so
 
 
 @_device
@@ -944,7 +959,7 @@ def _attend(
         several = count > 1
         top = gl.where((top == float("-inf")) & several, 0.0, top)  # a row without a key in the first tile
         if BIAS:  # the largest numbers have another unit: no number, so that the row is computed again
-            top = gl.where((gl.abs(top) >= 67108864.0) & several, float("nan"), top)
+            top = gl.where((gl.abs(top) >= 1.8e8) & several, float("nan"), top)
     p = gl.convert_layout(p32.to(q.dtype), p_layout)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
     for j in range(1, count):
@@ -976,7 +991,7 @@ def _attend(
     if LAZY_SUM:
         total = gl.convert_layout(gl.sum(total, 1), row_layout)
     if FIXED:
-        doubt = _in_doubt(acc, total, q.dtype == gl.float16)
+        doubt = _in_doubt(acc, top, total, S, q.dtype == gl.float16)
         _mark(doubts, W, turn, gl.where((rows < L) & several, doubt, 0))
     peak = top
     if sinks is not None:  # one more score, without a value

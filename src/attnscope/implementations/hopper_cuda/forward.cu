@@ -58,9 +58,12 @@
 #define CLUSTERED
 #endif
 
-// Between this and GREATEST_SUM sums of weights are as exact as any: rounding is relative, but fp16 ends at 6e-8.
-__device__ __forceinline__ float least_sum(bf16) { return 1e-18f; }
-__device__ __forceinline__ float least_sum(fp16) { return 0.5f; }
+// Between this and GREATEST_SUM sums of weights are as exact as any: rounding is relative, but fp16 ends at 6e-8. Where 0
+// was put in for a maximum, a sum may be of so many weights that none of them is near 1.
+__device__ __forceinline__ float least_sum(bf16, float, int) { return 1e-18f; }
+__device__ __forceinline__ float least_sum(fp16, float top, int keys) {
+  return top == 0.0f ? fmaxf(0.5f, (float)keys / 8192) : 0.5f;
+}
 
 struct Barriers {
   Barrier q_full[QUERY_SLOTS], q_empty[QUERY_SLOTS], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -437,7 +440,7 @@ struct Group {
     for (int r = 0; r < 2; r++) {
       int at = row + 8 * r, low = WINDOW ? max(at + shape.lag, 0) : 0;
       bool sees = at < shape.L && low < (DIAGONAL ? min(at + shape.reach, shape.S) : shape.S);
-      fine = fine && (!sees || (total[r] >= least_sum(T16()) && total[r] <= GREATEST_SUM));
+      fine = fine && (!sees || (total[r] >= least_sum(T16(), rows.top[r], shape.S) && total[r] <= GREATEST_SUM));
     }
     online = alike(any_of<128>(FIRST_REVIEW + index, !fine));
     return online;
