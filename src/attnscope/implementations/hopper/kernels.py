@@ -682,13 +682,10 @@ def _softmax(
         if GUARDED:  # -inf less -inf is no number
             base = gl.where(peak == float("-inf"), 0.0, peak)
     if NATURAL:
-        if FIXED:
-            p = gl.exp2(gl.fma(s, 1.4426950408889634, -gl.expand_dims(_rounded(base * 1.4426950408889634), 1)))
-        else:
-            exact = gl.where(gl.abs(base) < 1e38, 2.0, 0.5)
-            unit = gl.where(gl.abs(base) < 1.8e8, 1.4426950408889634, exact)
-            rounded = _rounded(base * unit)
-            p = gl.exp2(gl.fma(s, gl.expand_dims(unit, 1), -gl.expand_dims(rounded, 1)))
+        exact = gl.where(gl.abs(base) < 1e38, 2.0, 0.5)
+        unit = gl.where(gl.abs(base) < 1.8e8, 1.4426950408889634, exact)
+        rounded = _rounded(base * unit)
+        p = gl.exp2(gl.fma(s, gl.expand_dims(unit, 1), -gl.expand_dims(rounded, 1)))
     else:
         p = gl.exp2(s * scale - gl.expand_dims(base, 1))
     shrink = 1.0
@@ -795,7 +792,7 @@ def _in_doubt(acc, top, total, S, HALF: gl.constexpr):
     """
     least = 1e-18
     if HALF:
-        least = gl.where(top == 0.0, gl.maximum(0.5, S * 0.0001220703125), 0.5)
+        least = gl.where(top == 0.0, gl.maximum(0.5, S / 8192), 0.5)
     zero = gl.convert_layout(gl.sum(acc * 0.0, 1), total.type.layout)
     return gl.where((total >= least) & (total <= 1e18) & (zero == 0.0), 0, 1)  # 1 of a NaN
 
@@ -958,8 +955,6 @@ def _attend(
     if FIXED:
         several = count > 1
         top = gl.where((top == float("-inf")) & several, 0.0, top)  # a row without a key in the first tile
-        if BIAS:  # the largest numbers have another unit: no number, so that the row is computed again
-            top = gl.where((gl.abs(top) >= 1.8e8) & several, float("nan"), top)
     p = gl.convert_layout(p32.to(q.dtype), p_layout)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
     for j in range(1, count):
